@@ -136,21 +136,12 @@ def joined(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, Tensor]]) ->
 
     Each item of `parts` is a pair: the offsets of a tensor in the result, and the tensor.
     """
-    records: dict[int, Record] = {}
-    numbers: dict[int, int] = {}
-    copies = []
-    for offsets, tensor in parts:
-        storage = tensor.storage
-        if storage is None or tensor.conj or tensor.neg or storage.big_endian:
-            record: Record = contiguous(tensor)
-            stride, start = contiguous_stride(tensor.shape), 0
-        else:
-            record, stride, start = storage.record, tensor.stride, tensor.offset
-        number = numbers.setdefault(id(record), len(records))
-        records[number] = record
-        copies.append(of_box(shape, offsets, tensor.shape, stride, start, number))
-    made = tuple(records.values())
-    return Arranged(made, tuple(copies), dtype.itemsize, dtype.nbytes(prod(shape)))
+    copies = tuple(
+        of_box(shape, offsets, each.shape, contiguous_stride(each.shape), source=number)
+        for number, (offsets, each) in enumerate(parts)
+    )
+    records = tuple(contiguous(tensor) for _, tensor in parts)
+    return Arranged(records, copies, dtype.itemsize, dtype.nbytes(prod(shape)))
 
 
 def _outside(extent: Extent) -> Extent:

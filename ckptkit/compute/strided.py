@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ckptkit.core.errors import CorruptError
 from ckptkit.core.limits import check
-from ckptkit.core.tensor import Shape
+from ckptkit.core.tensor import Shape, contiguous_stride
 from ckptkit.core.text import flatten
 
 ZEROS = -1  # index of a virtual source whose elements are all zero
@@ -48,18 +48,9 @@ def of_box(
     `start` is the position of the copy's first element in the source. `stride` contains the strides
     in the source.
     """
-    steps = row_major(shape)
+    steps = contiguous_stride(shape)
     place = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
     return StridedCopy(source, start, place, tuple(zip(sizes, stride, steps, strict=True)))
-
-
-def row_major(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a row-major array, in elements."""
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return strides[::-1]
 
 
 def normal(dims: Iterable[tuple[int, int, int]]) -> Dims:
@@ -331,8 +322,8 @@ def check_cover(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
         sorted({0, n, *flatten(region[axis] for region in regions)}) for axis, n in enumerate(shape)
     ]
     numbers = [{edge: number for number, edge in enumerate(each)} for each in edges]
-    counts = [len(each) - 1 for each in edges]
-    steps, visits = row_major(counts), prod(counts)
+    counts = tuple(len(each) - 1 for each in edges)
+    steps, visits = contiguous_stride(counts), prod(counts)
     check("chunk_visits", visits, "comparisons of the chunks of one tensor")
     taken = bytearray(visits)
 

@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.operation import Pieces, Reader, ScratchBuffer
-from ckptkit.compute.strided import Box, StridedCopy, corners, normal, on_axes, row_major
+from ckptkit.compute.strided import Box, StridedCopy, corners, normal, on_axes
 from ckptkit.core.bytesource import Derived, Extent, Operation, reading
-from ckptkit.core.tensor import Shape
+from ckptkit.core.tensor import Shape, contiguous_stride
 
 TILE = 16 << 20  # number of output bytes per tile
 JOINED = 8 << 20  # number of output bytes per tile if the output has several inputs
@@ -197,7 +197,7 @@ def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> No
     itemsize = made.itemsize
     place = (made.__array_interface__["data"], made.shape, made.strides, strides)
     if read.place != place:  # if the next tile has the same memory, use the same row buffers
-        order = normal(zip(made.shape, strides, row_major(made.shape), strict=True))
+        order = normal(zip(made.shape, strides, contiguous_stride(made.shape), strict=True))
         is_one_run = order == ((made.size, itemsize, 1),) and made.shape[-1] * itemsize >= ROW
         rows = _rows(made.view(np.uint8)) if read.is_local and is_one_run else ()
         read.place, read.buffers = place, list(rows)

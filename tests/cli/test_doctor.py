@@ -528,7 +528,7 @@ def test_half_written_zero(diagnose: Diagnose) -> None:
     shutil.copytree(ROOT / "fixtures/deepspeed/zero2-fp32-3ranks", "run")
     Path("run/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     found = diagnose("run", code=3)
-    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing" in found["unfinished"]["title"]
+    assert "missing: zero_pp_rank_1_mp_rank_00_optim_states.pt" in found["unfinished"]["title"]
 
 
 # All at once

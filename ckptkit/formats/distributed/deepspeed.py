@@ -95,7 +95,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import check as check_limit
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import NAMES, and_more, flatten, merge_all, shell_word, some, without
+from ckptkit.core.text import flatten, merge_all, shell_word, some, without
 from ckptkit.core.tree import Node, OrderedMapping, key_text
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import table, whats_inside
@@ -103,6 +103,7 @@ from ckptkit.formats.distributed.reading import (
     Fields,
     FlatRow,
     RankReader,
+    check_ranks,
     is_flat,
     own,
     shared_out,
@@ -254,22 +255,8 @@ class RankFiles:
 
 def _check(found: Mapping[int, str], ranks: int, name: str) -> None:
     """Raise CorruptError unless there is one file for each rank. `name` is a template."""
-    # In a corrupt file, `ranks` can be huge.
-    some_ranks = range(min(ranks, len(found) + NAMES))
-    missing = [name.format(rank) for rank in some_ranks if rank not in found][:NAMES]
-    if missing:
-        total = ranks - sum(rank < ranks for rank in found)
-        names = some(missing) + and_more(total - len(missing))
-        raise CorruptError(
-            f"is incomplete: {names} {'is' if total == 1 else 'are'} missing",
-            hint="copy the missing files; each rank wrote a file, perhaps on another machine",
-        )
-    stale = [name for rank, name in found.items() if rank >= ranks]
-    if stale:
-        raise CorruptError(
-            f"has {ranks:,} ranks, but contains files of other ranks: {some(stale)}",
-            hint="these files are from another run: move them to another folder",
-        )
+    check_limit("ranks", ranks, "ranks")
+    check_ranks(found, range(ranks), name.format)
 
 
 # Assembling full-precision weights and the optimizer state from the optim_states of all ranks
@@ -585,11 +572,10 @@ class Model:
     def __init__(self, states: Fields) -> None:
         self.states = states
         self.module = states.names(MODULE)
-        groups = states.items(SHAPES) if SHAPES in states else []
+        groups = states.listed(SHAPES)
         self.groups = [Fields({SHAPES: each}, states.place).shapes(SHAPES) for each in groups]
         self.frozen_shapes = states.shapes(FROZEN_SHAPES) if FROZEN in states else {}
-        names = states.items(BUFFERS) if BUFFERS in states else []
-        self.buffer_names = [name for name in names if isinstance(name, str)]
+        self.buffer_names = [each for each in states.listed(BUFFERS) if isinstance(each, str)]
         self.warnings: list[str] = []
         # Maps (id of the original storage, dtype) to a storage on the CPU.
         self._cpu: dict[tuple[int, str], Storage] = {}
@@ -833,18 +819,18 @@ def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
 
     Raises AmbiguousError or CorruptError if `find` cannot determine the folder.
     """
-    folder = find(probe.folder, probe.names)
-    places = [(folder, "")]
-    if UNIVERSAL in folder.folders():
-        zero = folder.sub(UNIVERSAL)
-        places.append((zero, f"{UNIVERSAL}/"))
-        places += [(zero.sub(name), f"{UNIVERSAL}/{name}/") for name in zero.folders()]
-    for inner, path in places:
-        for name in inner.list():
-            if not name.endswith(".pt"):
-                continue
+    yield from _members(find(probe.folder, probe.names))
+
+
+def _members(folder: Folder, path: str = "") -> Iterator[CheckedPart | Defect]:
+    """Yield the zip members of the files in a folder and its subfolders. `path` is the folder's."""
+    folders = folder.folders()
+    for name in folder.list():
+        if name in folders:
+            yield from _members(folder.sub(name), f"{path}{name}/")
+        elif name.endswith(".pt"):
             try:
-                file = Probe(inner.open(name))
+                file = Probe(folder.open(name))
                 if file.zip is not None:
                     yield from whats_inside.members(file.zip, path + name)
             except InputError as error:

@@ -22,13 +22,13 @@ from typing import Any
 from ckptkit.core.bytesource import Folder, small_file_beside
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
-from ckptkit.core.text import flatten, some, without
+from ckptkit.core.text import some, without
 from ckptkit.core.tree import Node
 from ckptkit.formats.distributed import deepspeed, table
 from ckptkit.formats.distributed.joining import Joiner
 from ckptkit.formats.distributed.meshes import attributes
 from ckptkit.formats.distributed.parts import LAYER, TENSOR_RANK, ZERO
-from ckptkit.formats.distributed.reading import RankReader
+from ckptkit.formats.distributed.reading import Fields, RankReader
 from ckptkit.formats.distributed.table import MEAN, SAME, SUM, TP, LayoutRow, cut
 from ckptkit.formats.format import Probe
 
@@ -88,9 +88,8 @@ def _read(probe: Probe, folder: Folder) -> Checkpoint:
         ]
     args = _underscored(attributes(first.get("args")))
     _check_ranks(first, args, axes[TP], layers)
-    info = first.get(INFO)
-    if isinstance(info, dict):
-        rows = tuple(_universal_rows(info))
+    if isinstance(first.get(INFO), dict):
+        rows = tuple(_universal_rows(Fields(first[INFO], INFO)))
     else:
         configs = _configs(folder, probe.folder)
         known = {"gpt_j_residual": False} if configs else {}
@@ -156,7 +155,7 @@ def _neox_rows(config: Mapping[str, Any]) -> tuple[LayoutRow, ...]:
     return table.known_rows("gpt-neox", gated=2 if is_gated else 1, biases=biases)
 
 
-def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
+def _universal_rows(info: Fields) -> Iterator[LayoutRow]:
     """Yield layout rows from the lists of patterns in ``universal_checkpoint_info``.
 
     The lists are used in the same order as in DeepSpeed's merge script. A pattern matches the
@@ -168,20 +167,20 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
     size, the shape may contain the number of fused parameters in place of the tuple.
     ``sub_param_shard_widths`` contains the width of each fused parameter on each rank.
     """
-    unknown = info.get("autotp_unsupported_parameter_patterns")
-    lists: list[tuple[Node, str]] = [
-        ([text], f"refuse: {str(reason)[:200]}")
-        for text, reason in (unknown if isinstance(unknown, dict) else {}).items()
-    ]
-    lists.append((info.get("tp_replicated_parameter_patterns"), SAME))
-    lists.append((info.get("parameter_to_average_patterns"), MEAN))
-    lists.append((info.get("parameter_with_2_sub_params_cat_dim_0"), cut(0, 2)))
+    unknown = info.names("autotp_unsupported_parameter_patterns")
+    lists = [([text], f"refuse: {str(reason)[:200]}") for text, reason in unknown.items()]
+    for key, how in (
+        ("tp_replicated_parameter_patterns", SAME), ("parameter_to_average_patterns", MEAN),
+        ("parameter_with_2_sub_params_cat_dim_0", cut(0, 2)),
+    ):  # fmt: skip
+        lists.append((info.listed(key), how))
     for texts, how in lists:
         yield from (LayoutRow(pattern, how) for pattern in _patterns(texts))
-    widths = info.get("sub_param_shard_widths")
-    for node in info.get("parameter_with_sub_params") or ():
+    widths = Fields(info.names("sub_param_shard_widths"), f"{INFO}: sub_param_shard_widths")
+    for node in info.listed("parameter_with_sub_params"):
         state: Any = attributes(node)
-        shape, dim, texts = (state.get(key) for key in ("shape", "partition_dim", "patterns"))
+        shape, dim = (state.get(key) for key in ("shape", "partition_dim"))
+        texts = Fields(state, INFO).listed("patterns")
         sizes = None
         if isinstance(shape, (tuple, list)) and type(dim) is int and dim in range(len(shape)):
             sizes = shape[dim]
@@ -189,30 +188,21 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
         if not all(type(n) is int and n > 0 for n in several):
             raise FormatError(f"its {INFO} has a parameter_with_sub_params of unknown form")
         how = cut(dim, sizes) if type(sizes) is int else cut(dim, sizes=several)
-        for pattern, text in zip(_patterns(texts), texts or (), strict=False):
-            given = widths.get(text) if isinstance(widths, dict) else None
-            row = LayoutRow(pattern, how)
-            yield row if given is None else LayoutRow(pattern, cut(dim), _widths(given))
-    columns = _patterns(info.get("parameter_with_row_parallelism_patterns"))
+        for pattern, text in zip(_patterns(texts), texts, strict=False):
+            rows = [Fields({text: each}, widths.place) for each in widths.listed(text)]
+            given = tuple(tuple(row.integers(text)) for row in rows)
+            yield LayoutRow(pattern, cut(dim), given) if given else LayoutRow(pattern, how)
+    columns = _patterns(info.listed("parameter_with_row_parallelism_patterns"))
     yield from (LayoutRow(pattern, cut(1)) for pattern in columns)
     yield LayoutRow(re.compile(".*"), cut(0))
 
 
-def _widths(given: Node) -> tuple[tuple[int, ...], ...]:
-    rows = given if isinstance(given, (tuple, list)) else ()
-    lists = all(isinstance(row, (tuple, list)) for row in rows)
-    if not rows or not lists or not all(type(n) is int and n >= 0 for n in flatten(rows)):
-        raise FormatError(f"the sub_param_shard_widths in its {INFO} are not lists of counts")
-    return tuple(map(tuple, rows))
-
-
-def _patterns(node: Node) -> Iterator[re.Pattern[str]]:
+def _patterns(texts: Sequence[Node]) -> Iterator[re.Pattern[str]]:
     """Compile a list of regular expressions for the beginnings of tensor names.
 
     Raises UnsupportedError for expressions that could take very long to match.
     """
-    values: Sequence[Node] = node if isinstance(node, (list, tuple)) else ()
-    for text in values:
+    for text in texts:
         plain = isinstance(text, str) and len(text) < 400 and _PLAIN.fullmatch(text)
         if not plain or text.count("*") + text.count("+") > _REPEATS:
             raise UnsupportedError(

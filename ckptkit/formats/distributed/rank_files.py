@@ -26,7 +26,13 @@ from ckptkit.core.weights import is_optimizer
 from ckptkit.formats.distributed import fsdp_flat
 from ckptkit.formats.distributed.joining import Joiner, Merger, Ranked
 from ckptkit.formats.distributed.meshes import CLASSES, MeshPiece, Piece, parallelism, pieces_in
-from ckptkit.formats.distributed.reading import RankGroup, RankReader, groups, reader_of
+from ckptkit.formats.distributed.reading import (
+    RankGroup,
+    RankReader,
+    check_ranks,
+    groups,
+    reader_of,
+)
 from ckptkit.formats.folder import unread
 from ckptkit.formats.format import Probe
 
@@ -128,10 +134,8 @@ def _ranked(group: RankGroup, reader: RankReader, joiner: Joiner) -> list[Ranked
     return sorted(found, key=lambda each: each.rank)
 
 
-def _check_ranks(
-    group: RankGroup, ranked: Sequence[Ranked], joiner: Joiner
-) -> tuple[list[int], int]:
-    """Return the ranks that have shards, and the total number of ranks, as the shards record.
+def _check_ranks(group: RankGroup, ranked: Sequence[Ranked], joiner: Joiner) -> list[int]:
+    """Return all ranks, as the shards record.
 
     Raises CorruptError if a file name contradicts the recorded ranks.
     """
@@ -153,7 +157,7 @@ def _check_ranks(
         raise CorruptError(
             f"was written by {count:,} ranks, but contains files of other ranks: {some(others)}"
         )
-    return sorted(every), count
+    return sorted(every)
 
 
 def _pieces(root: Node, joiner: Joiner) -> Iterator[Piece]:
@@ -164,26 +168,19 @@ def _pieces(root: Node, joiner: Joiner) -> Iterator[Piece]:
 
 
 def _merged(
-    group: RankGroup, ranked: Sequence[Ranked], world: tuple[list[int], int], joiner: Joiner
+    group: RankGroup, ranked: Sequence[Ranked], world: Sequence[int], joiner: Joiner
 ) -> Node:
-    there = {each.rank for each in ranked}
-    missing = [rank for rank in world[0] if rank not in there]
-    names = some([group.name(rank) for rank in missing])
+    files = {each.rank: each.file for each in ranked}
     try:
         root = Merger(ranked, joiner).merged()
-    except CorruptError as error:
-        if not missing:
-            raise
-        what, are = ("rank", "is") if len(missing) == 1 else ("ranks", "are")
-        raise CorruptError(
-            f"{what} {some(f'{rank:,}' for rank in missing)} of {world[1]:,} {are} missing: "
-            f"there is no {names}",
-            hint="every rank wrote its own file: copy the missing files from the same source",
-        ) from error
+    except CorruptError:
+        check_ranks(files, world, group.name)
+        raise
+    missing = [group.name(rank) for rank in world if rank not in files]
     if missing:
         joiner.notes.append(
             "ckptkit did not need these missing files, because other files contain replicas of "
-            f"their shards: {names}"
+            f"their shards: {some(missing)}"
         )
     return root
 
@@ -209,7 +206,7 @@ def _optimizer(
         return {}
 
 
-def _title(ranked: Sequence[Ranked], world: tuple[list[int], int], joiner: Joiner) -> str:
+def _title(ranked: Sequence[Ranked], world: Sequence[int], joiner: Joiner) -> str:
     pieces = list(_pieces(ranked[0].root, joiner))
     forms: dict[str, None] = {}
     for piece in pieces:
@@ -218,5 +215,5 @@ def _title(ranked: Sequence[Ranked], world: tuple[list[int], int], joiner: Joine
             names = f" ({', '.join(piece.mesh.names)})" if piece.mesh.names else ""
             form = f"DTensor on a mesh of {' x '.join(map(str, piece.mesh.shape))}{names}"
         forms[form] = None
-    ranks = f"{len(ranked):,} of {world[1]:,} ranks"
+    ranks = f"{len(ranked):,} of {len(world):,} ranks"
     return f"rank files of {parallelism(pieces)}: {ranks}; {'; '.join([*forms][:3])}"

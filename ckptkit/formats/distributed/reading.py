@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.operation import concat, part
@@ -106,6 +106,10 @@ class Fields:
         if not isinstance(node, (list, tuple)):
             raise FormatError(f"{self.place}: {key} is not a list")
         return list(node)
+
+    def listed(self, key: str) -> list[Node]:
+        """Return an entry like :meth:`items`. If the entry is None or missing, return no items."""
+        return self.items(key) if key in self else []
 
     def names(self, key: str) -> dict[str, Node]:
         """Return an entry. The entry must be a dict with string keys.
@@ -251,6 +255,26 @@ def split_row(row: FlatRow, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
         made[name] = shared_out((row,), shape, start)
         start += prod(shape)
     return made
+
+
+def check_ranks(
+    files: Mapping[Any, str], ranks: Collection[Any], name: Callable[[Any], str]
+) -> None:
+    """Raise CorruptError unless there is one file for each rank. `name` names a missing rank."""
+    known, count = set(ranks), f"{len(ranks):,}"
+    missing = [rank for rank in ranks if rank not in files]
+    if missing:
+        names = some(map(name, missing))
+        raise CorruptError(
+            f"{len(missing):,} of {count} rank files are missing: {names}",
+            hint="every rank wrote its own file: copy the missing files from the same source",
+        )
+    stale = [file for rank, file in files.items() if rank not in known]
+    if stale:
+        raise CorruptError(
+            f"was written by {count} ranks, but contains files of other ranks: {some(stale)}",
+            hint="these files are from another run: move them to another folder",
+        )
 
 
 # Groups of files whose names differ only in the rank number

@@ -61,13 +61,13 @@ from ckptkit.core.limits import check
 from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import NAMES, flatten, some, typed
+from ckptkit.core.text import flatten, some, typed
 from ckptkit.core.tree import Node, OrderedMapping, find, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import torch_zip
 from ckptkit.formats.distributed.joining import MIXED, Joiner
 from ckptkit.formats.distributed.meshes import view
-from ckptkit.formats.distributed.reading import RankReader
+from ckptkit.formats.distributed.reading import RankReader, check_ranks
 from ckptkit.formats.format import Probe
 from ckptkit.rules.arrange import ArrangedRule, Arrangement, SourceTensor
 from ckptkit.rules.names import KnownSizes, Settings, axis_words
@@ -237,24 +237,12 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
         point = tuple(part.at[axis] for axis in axes)
         if there.setdefault(point, part.file) != part.file:
             raise CorruptError(f"{part.file} has the same rank as another file")
-    missing = [point for point in product(*map(range, axes.values())) if point not in there]
-    if missing:
-        shown = (
-            " ".join(
-                f"{name.get(axis, axis.upper())} {number}"
-                for axis, number in zip(axes, point, strict=True)
-                if axes[axis] > 1
-            )
-            for point in missing[:NAMES]
-        )
-        raise CorruptError(
-            f"{len(missing):,} of {len(there) + len(missing):,} rank files are missing: "
-            f"{', '.join(shown)}",
-            hint="every rank wrote its own file: copy the missing files from the same source",
-        )
-    stale = [part.file for part in parts if any(part.at[axis] >= n for axis, n in axes.items())]
-    if stale:
-        raise CorruptError(f"has {sizes}, but contains files of other ranks: {stale[0]}")
+
+    def shown(point: Sequence[int]) -> str:
+        named = zip(axes, point, strict=True)
+        return " ".join(f"{name.get(a, a.upper())} {n}" for a, n in named if axes[a] > 1)
+
+    check_ranks(there, [*product(*map(range, axes.values()))], shown)
 
 
 # Parsing and applying lines

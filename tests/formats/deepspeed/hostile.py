@@ -234,13 +234,13 @@ ZERO = {
     "a model of stage 3": Row(of_two_stages("*_model_states.pt"), AmbiguousError, "has two files of rank 0"),
     "ranks of stage 3": Row(of_two_stages("*_optim_states.pt"), CorruptError, "of different ZeRO stages"),
     "one rank of stage 3": Row(of_two_stages("*_rank_1_*_optim_states.pt"), FormatError, "of another ZeRO stage"),
-    "DC_08 no model": Row(zero(without(MODEL)), CorruptError, f"{MODEL} is missing"),
+    "DC_08 no model": Row(zero(without(MODEL)), CorruptError, f"1 of 1 rank files are missing: {MODEL}"),
     **{f"DC_08 no model of rank {rank}": Row(zero(without(MODEL_3.format(rank)), stage=3), CorruptError, MODEL_3.format(rank))
        for rank in (0, 1)},
-    "DC_08 no optimizer of rank 0": Row(zero(without(FIRST)), CorruptError, f"{FIRST} is missing"),
+    "DC_08 no optimizer of rank 0": Row(zero(without(FIRST)), CorruptError, f"1 of 2 rank files are missing: {FIRST}"),
     **{f"DC_08 no optimizer in stage {stage}": Row(
         zero(without("*_optim_states.pt"), stage=stage, ranks=3), CorruptError,
-        f"{', '.join(OPTIM.format(rank) for rank in range(3))} are missing") for stage in (1, 2, 3)},
+        f"3 of 3 rank files are missing: {', '.join(OPTIM.format(rank) for rank in range(3))}") for stage in (1, 2, 3)},
     "a rank too many": Row(zero(copied(FIRST, OPTIM.format(2))), CorruptError, "files of other"),
     **{f"SH_07 {content!r} as {name}": Row(
         zero(lambda tag, name=name, content=content: (tag / name).write_bytes(content)), FormatError, f"/{TAG}/{name}: ")

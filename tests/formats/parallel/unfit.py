@@ -148,10 +148,10 @@ RANKS = {
         opened(model(), saved(lambda rank: {"w": piece(rank, world=3)}, MODEL.format(3), range(3))),
         AmbiguousError, "different numbers of ranks"),
     "a missing rank": Row(
-        opened(model(), lambda folder: (folder / MODEL.format(2).format(1)).unlink()), CorruptError, "rank 1 of 2 is missing"),
+        opened(model(), lambda folder: (folder / MODEL.format(2).format(1)).unlink()), CorruptError, "1 of 2 rank files are missing: model_world_size_2_rank_1.pt"),
     "a missing rank is named like the others": Row(
         opened(saved(lambda rank: {"w": piece(rank)}, "part_a_rank00{}.pt", [0])), CorruptError,
-        "rank 1 of 2 is missing: there is no part_a_rank001.pt"),
+        "1 of 2 rank files are missing: part_a_rank001.pt"),
     "a rank too many, by its name": Row(opened(saved(nameless, ranks=range(3))), CorruptError, "files of other ranks: rank2"),
     "another world in the name": Row(opened(model(world=4)), CorruptError, "gives 4 ranks"),
     "renamed ranks": Row(opened(model(), renamed), CorruptError, "was written by rank 1"),
@@ -542,9 +542,9 @@ DEEPSPEED = {
         universal(autotp_unsupported_parameter_patterns={r"^a\.weight$": "fused by hand"}),
         UnsupportedError, "fused by hand"),
     "widths that are no lists": Row(
-        universal(**sub(), sub_param_shard_widths={"a.weight": 3}), FormatError, "not lists of counts"),
+        universal(**sub(), sub_param_shard_widths={"a.weight": 3}), FormatError, "sub_param_shard_widths: a.weight"),
     "widths that are no counts": Row(
-        universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "not lists of counts"),
+        universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "sub_param_shard_widths: a.weight"),
     "widths of another tensor": Row(
         universal(**sub(), sub_param_shard_widths={"a.weight": [[1, 1], [2, 2]]}), CorruptError, "the widths of its blocks are [1, 2]"),
     "a shape that is none": Row(universal(**sub(shape=3)), FormatError, "of unknown form"),
