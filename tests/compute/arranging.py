@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise, product
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from ckptkit.compute.operation import stream
 from ckptkit.compute.strided import normal, of_box
@@ -16,6 +18,23 @@ from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from tests.torch_equality import storage_bits
 
 Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]  # offsets and sizes
+
+
+@st.composite
+def grids(draw: st.DrawFn, rank: int | None = None) -> tuple[Shape, list[Box]]:
+    """A shape, and the boxes that cutting each dimension somewhere leaves, in any order."""
+    least, most = (1, 4) if rank is None else (rank, rank)
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=least, max_size=most)))
+    cuts = [sorted({0, n, *draw(st.sets(st.integers(0, n), max_size=2))}) for n in shape]
+    edges = [[(a, b - a) for a, b in pairwise(cut)] for cut in cuts]
+    made = [(tuple(a for a, _ in each), tuple(n for _, n in each)) for each in product(*edges)]
+    return shape, draw(st.permutations(made))
+
+
+def within(offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
+    """The index of a box."""
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
 def record(data: bytes) -> Range:

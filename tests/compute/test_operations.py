@@ -39,7 +39,7 @@ from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.text import on_command_line
 from ckptkit.loading import building
 from tests.compute.arranging import boxes as array_of
-from tests.compute.arranging import described, read, record
+from tests.compute.arranging import described, grids, read, record, within
 from tests.torch_equality import bits, storage_bits
 
 
@@ -372,21 +372,10 @@ def test_a_transposed_matrix_takes_few_reads(shape: tuple[int, int]) -> None:
 # chunks
 
 
-@st.composite
-def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """A shape, and the offsets and sizes of the boxes that cutting each dimension somewhere leaves,
-    in any order."""
-    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
-    cuts = [sorted({0, n, *draw(st.sets(st.integers(1, n), max_size=2))}) for n in shape]
-    corners = itertools.product(*(list(itertools.pairwise(cut)) for cut in cuts))
-    made = [(tuple(a for a, _ in each), tuple(b - a for a, b in each)) for each in corners]
-    return shape, draw(st.permutations(made))
-
-
 @pytest.mark.usefixtures("small_pieces")
 @settings(max_examples=80)
 @given(
-    drawn=boxes(),
+    drawn=grids(),
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),
     data=st.data(),
     cut=st.tuples(st.integers(0, 4000), st.integers(0, 4000)),
@@ -403,7 +392,7 @@ def test_chunks_of_any_boxes(
     described = []
     for offsets, sizes in parts:
         axes = data.draw(st.permutations(range(len(shape))))
-        box = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+        box = whole[within(offsets, sizes)]
         held = np.ascontiguousarray(box.transpose(axes))
         stride = held.transpose(np.argsort(axes)).strides
         content = bytes(3 * itemsize) + held.tobytes()

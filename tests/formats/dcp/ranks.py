@@ -41,9 +41,8 @@ def sharded(mesh: Any, placements: list[Any], whole: dict[str, torch.Tensor]) ->
     """Each tensor sharded over the mesh, those without the dimension replicated."""
     made: dict[str, Any] = {}
     for name, tensor in whole.items():
-        fit = [
-            each if getattr(each, "dim", 0) < tensor.dim() else Replicate() for each in placements
-        ]
+        dims = tensor.dim()
+        fit = [each if getattr(each, "dim", 0) < dims else Replicate() for each in placements]
         made[name] = distribute_tensor(tensor, mesh, fit, src_data_rank=None)
     return made
 
@@ -52,22 +51,18 @@ def meshes(save: Save) -> None:
     whole = tensors()
     one = init_device_mesh("cpu", (4,))
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    nested = {
-        "model": sharded(one, [Shard(0)], whole),
-        "step": 3,
-        "config": {"lr": [0.1, 0.2], "name": "x"},
-    }
-    save("rows", nested)
+    config = {"lr": [0.1, 0.2], "name": "x"}
+    save("rows", {"model": sharded(one, [Shard(0)], whole), "step": 3, "config": config})
     save("columns", sharded(one, [Shard(1)], whole))
     save("grid", sharded(two, [Shard(0), Shard(1)], whole))
     save("cuts_twice", sharded(two, [Shard(0), Shard(0)], whole))
     save("part_replicated", sharded(two, [Replicate(), Shard(1)], whole))
-    transposed = {
-        name: tensor.transpose(0, -1) for name, tensor in whole.items() if tensor.dim() > 1
-    }
     local = {
-        name: distribute_tensor(tensor.contiguous(), one, [Shard(0)], src_data_rank=None)
-        for name, tensor in transposed.items()
+        name: distribute_tensor(
+            t.transpose(0, -1).contiguous(), one, [Shard(0)], src_data_rank=None
+        )
+        for name, t in whole.items()
+        if t.dim() > 1
     }
     save("transposed", {name: tensor.transpose(0, -1) for name, tensor in local.items()})
 
@@ -106,25 +101,17 @@ def writers(folder: Path) -> None:
     """The same tensors through every other writer."""
     mesh = init_device_mesh("cpu", (4,))
     state = sharded(mesh, [Shard(0)], tensors())
-    dcp.save(
-        state, storage_writer=dcp.FileSystemWriter(folder / "items", single_file_per_rank=False)
-    )
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "threads", thread_count=2))
-    tensors_inside = dcp.FileSystemWriter(
-        folder / "safe", serialization_format=SerializationFormat.SAFETENSORS
-    )
-    dcp.save({"model": state}, storage_writer=tensors_inside)
-    dcp.save(
-        state,
-        storage_writer=dcp.HuggingFaceStorageWriter(str(folder / "hub"), save_distributed=True),
-    )
-    both = dcp.HuggingFaceStorageWriter(
-        str(folder / "both"), save_distributed=True, enable_consolidation=True
-    )
-    dcp.save(
-        {name: each for name, each in state.items() if each.is_floating_point()},
-        storage_writer=both,
-    )
+    floats = {name: each for name, each in state.items() if each.is_floating_point()}
+    safe = {"serialization_format": SerializationFormat.SAFETENSORS}
+    hub, both = (str(folder / name) for name in ("hub", "both"))
+    for held, writer in (
+        (state, dcp.FileSystemWriter(folder / "items", single_file_per_rank=False)),
+        (state, dcp.FileSystemWriter(folder / "threads", thread_count=2)),
+        ({"model": state}, dcp.FileSystemWriter(folder / "safe", **safe)),
+        (state, dcp.HuggingFaceStorageWriter(hub, save_distributed=True)),
+        (floats, dcp.HuggingFaceStorageWriter(both, save_distributed=True, enable_consolidation=True)),
+    ):  # fmt: skip
+        dcp.save(held, storage_writer=writer)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "alone"), use_collectives=False)
 
 

@@ -21,6 +21,7 @@ from ckptkit.api import convert as ckptkit_convert
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
+    CkptkitError,
     CollisionError,
     FormatError,
     LimitError,
@@ -42,13 +43,8 @@ from tests.ranks import run_ranks
 def convert(state: Any, folder: Path, **options: Any) -> tuple[Path, tuple[str, ...]]:
     """The folder that ckptkit makes of what torch saves, and what it says of it."""
     torch.save(state, folder.with_suffix(".pth"))
-    done = ckptkit.save(
-        ckptkit.open(folder.with_suffix(".pth")),
-        folder,
-        format="dcp",
-        options=Options(**options),
-        verify=True,
-    )
+    source, chosen = ckptkit.open(folder.with_suffix(".pth")), Options(**options)
+    done = ckptkit.save(source, folder, format="dcp", options=chosen, verify=True)
     return folder, done.plan.notes
 
 
@@ -206,12 +202,8 @@ def test_what_has_no_place(tmp_path: Path) -> None:
     }
     state["model"]._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
     folder, notes = convert(state, tmp_path / "x")
-    assert len(notes) == 3
-    assert (
-        "optim.state" in notes[0]
-        and "optim.groups.0" in notes[1]
-        and "_metadata of model" in notes[2]
-    )
+    words = "optim.state", "optim.groups.0", "_metadata of model"
+    assert [word in note for word, note in zip(words, notes, strict=True)] == [True] * 3
     same(whole(folder), {"model": {"a": torch.ones(1)}, "optim": {"groups": {"0": {"lr": 1}}}})
 
 
@@ -229,29 +221,34 @@ def test_a_whole_module_becomes_its_weights(tmp_path: Path) -> None:
     assert any("the module itself" in note for note in notes)
 
 
-def test_a_root_without_names(tmp_path: Path) -> None:
-    with pytest.raises(UsageError):
-        convert([1, 2], tmp_path / "x")
-    assert not (tmp_path / "x").exists()
+def loop() -> dict[str, Any]:
+    made: dict[str, Any] = {"a": ONE}
+    made["loop"] = made
+    return made
 
 
-def test_names_that_meet(tmp_path: Path) -> None:
-    with pytest.raises(CollisionError, match=r"'a\.b'"):
-        convert({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path / "x")
-    with pytest.raises(CollisionError):
-        convert({1: torch.ones(1), "1": torch.ones(1)}, tmp_path / "y")
-
-
-def test_a_tree_that_does_not_end(tmp_path: Path) -> None:
-    loop: dict[str, Any] = {"a": torch.ones(1)}
-    loop["loop"] = loop
-    with pytest.raises(LimitError):
-        convert(loop, tmp_path / "x")
-    wide: list[Any] = [torch.ones(1)]
+def doubled() -> dict[str, Any]:
+    wide: list[Any] = [ONE]
     for _ in range(40):
         wide = [wide, wide]
-    with pytest.raises(LimitError):
-        convert({"wide": wide}, tmp_path / "y")
+    return {"wide": wide}
+
+
+ONE = torch.ones(1)
+REFUSED: dict[str, tuple[Any, type[CkptkitError], str]] = {
+    "a root without names": ([1, 2], UsageError, ""),
+    "names that meet": ({"a": {"b": ONE}, "a.b": ONE}, CollisionError, r"'a\.b'"),
+    "a number and a text": ({1: ONE, "1": ONE}, CollisionError, ""),
+    "a tree in itself": (loop(), LimitError, ""), "a tree that doubles": (doubled(), LimitError, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_written(what: str, tmp_path: Path) -> None:
+    state, error, words = REFUSED[what]
+    with pytest.raises(error, match=words):
+        convert(state, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
 
 
 class Custom:
@@ -290,24 +287,14 @@ def test_a_folder_that_is_there(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, run: Run) -> None:
     torch.save({"module.a": torch.ones(2)}, tmp_path / "in.pth")
-    done = run(
-        "convert",
-        tmp_path / "in.pth",
-        f"{tmp_path / 'out'}{os.sep}",
-        "--format",
-        "dcp",
-        "--strip",
-        "module.",
-    )
+    source, out = tmp_path / "in.pth", tmp_path / "out"
+    done = run("convert", source, f"{out}{os.sep}", "--format", "dcp", "--strip", "module.")
     assert (done.code, done.stderr) == (0, "")
-    same(whole(tmp_path / "out"), {"a": torch.ones(2)})
-    assert run("convert", tmp_path / "out", tmp_path / "back.safetensors").code == 0
-    assert run("remap", tmp_path / "out", tmp_path / "again", "--to", "cuda").code == 0
+    same(whole(out), {"a": torch.ones(2)})
+    assert run("convert", out, tmp_path / "back.safetensors").code == 0
+    assert run("remap", out, tmp_path / "again", "--to", "cuda").code == 0
     assert ckptkit.open(tmp_path / "again").format == "dcp"
-    assert (
-        run("convert", tmp_path / "in.pth", tmp_path / "out", "--format", "dcp", "--force").code
-        == 2
-    )
+    assert run("convert", source, out, "--format", "dcp", "--force").code == 2
 
 
 @pytest.mark.processes
@@ -337,12 +324,8 @@ def test_columns_that_are_conjugated(tmp_path: Path) -> None:
     made = Crafted(tmp_path / "x")
     columns = [((0, 0), (4, 2)), ((0, 2), (4, 1))]
     held = [whole[:, :2].conj().resolve_conj().conj(), whole[:, 2:].clone()]
-    made.tensor(
-        "w",
-        (4, 3),
-        [(box, archive(each)) for box, each in zip(columns, held, strict=True)],
-        torch.complex64,
-    )
+    items = [(box, archive(each)) for box, each in zip(columns, held, strict=True)]
+    made.tensor("w", (4, 3), items, torch.complex64)
     assert held[0].is_conj()
     assert elements_of(read(made.write()).weights["w"]) == whole.numpy().tobytes()
 

@@ -59,11 +59,8 @@ class Net(nn.Module):
         h = self.embed(x)
         for layer in self.layers:
             h = h + layer(h)
-        return (
-            h @ self.embed.weight.T * self.scale
-            if not isinstance(self.embed.weight, DTensor)
-            else h * self.scale
-        )
+        is_plain = not isinstance(self.embed.weight, DTensor)
+        return (h @ self.embed.weight.T if is_plain else h) * self.scale
 
 
 def model() -> Net:
@@ -100,8 +97,7 @@ def write(
     rank, world = dist.get_rank(), dist.get_world_size()
     (folder / form).mkdir(parents=True, exist_ok=True)
     torch.save(state, folder / form / f"model_world_size_{world}_rank_{rank}.pt")
-    if optimizer is not None:
-        torch.save(optimizer, folder / form / f"optim_world_size_{world}_rank_{rank}.pt")
+    torch.save(optimizer, folder / form / f"optim_world_size_{world}_rank_{rank}.pt")
     if rank == 0:
         torch.save(full, folder / f"{form}.full.pt")
         if full_optimizer is not None:
@@ -143,25 +139,24 @@ def fsdp2_tp(folder: Path) -> None:
     second(folder, "fsdp2_tp", fully_shard(net, mesh=mesh["dp"]))
 
 
-def first(folder: Path, form: str, *, flat: bool, **how: Any) -> None:
+def first(folder: Path, form: str, *, flat: bool = True, **how: Any) -> None:
     """FSDP1: sharded state_dicts, and the optimizer's own, in flat pieces."""
-    net = FullyShardedDataParallel(
-        model(), use_orig_params=not flat, device_id=torch.device("cpu"), **how
-    )
+    how |= {"use_orig_params": not flat, "device_id": torch.device("cpu")}
+    net = FullyShardedDataParallel(model(), **how)
     optimizer = trained(net)
-    with FullyShardedDataParallel.state_dict_type(
-        net, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)
-    ):
-        state = net.state_dict()
-    with FullyShardedDataParallel.state_dict_type(
-        net, StateDictType.FULL_STATE_DICT, FullStateDictConfig()
-    ):
-        full = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    write(folder, form, state, optimizer.state_dict(), full, None)
+
+    def state(kind: StateDictType, config: Any) -> dict[str, Any]:
+        with FullyShardedDataParallel.state_dict_type(net, kind, config):
+            return dict(net.state_dict())
+
+    sharded = state(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False))
+    full = state(StateDictType.FULL_STATE_DICT, FullStateDictConfig())
+    full = {name: tensor.clone() for name, tensor in full.items()}
+    write(folder, form, sharded, optimizer.state_dict(), full, None)
 
 
 def fsdp1(folder: Path) -> None:
-    first(folder, "fsdp1", flat=True)
+    first(folder, "fsdp1")
 
 
 def fsdp1_orig(folder: Path) -> None:
@@ -169,29 +164,18 @@ def fsdp1_orig(folder: Path) -> None:
 
 
 def fsdp1_mesh(folder: Path) -> None:
-    first(
-        folder,
-        "fsdp1_mesh",
-        flat=True,
-        device_mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
-    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    first(folder, "fsdp1_mesh", device_mesh=mesh)
 
 
 def fsdp1_hybrid(folder: Path) -> None:
     """Without a mesh: each group of replicas lists its own ranks."""
-    world = dist.get_world_size()
+    assert dist.get_world_size() == 4
+    rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    rank = dist.get_rank()
-    assert world == 4
-    pair = groups[rank // 2], across[rank % 2]
-    first(
-        folder,
-        "fsdp1_hybrid",
-        flat=True,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        process_group=pair,
-    )
+    how = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    first(folder, "fsdp1_hybrid", process_group=(groups[rank // 2], across[rank % 2]), **how)
 
 
 FORMS: dict[int, tuple[Callable[[Path], None], ...]] = {

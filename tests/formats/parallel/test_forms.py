@@ -13,7 +13,17 @@ import torch
 import ckptkit
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.tensor import Tensor
-from ckptkit.formats.distributed.meshes import SHARD, STRIDED, Mesh, MeshPiece, Placement
+from ckptkit.formats.distributed.meshes import (
+    REPLICATE,
+    SHARD,
+    STRIDED,
+    Mesh,
+    MeshPiece,
+    Piece,
+    Placement,
+    ShardPiece,
+    parallelism,
+)
 from tests.formats.parallel.old_forms import (
     OLD,
     Plain,
@@ -171,3 +181,39 @@ def test_a_missing_rank_whose_replica_is_there(tmp_path: Path) -> None:
     checkpoint = ckptkit.open(folder)
     assert_same(ckptkit.load(folder), {"w": WHOLE})
     assert any("rank1.pt" in each and "missing" in each for each in checkpoint.warnings)
+
+
+# What cut the tensors of a training, by the names of meshes and by placements
+
+F32 = BY_NAME["float32"]
+ROWS_OF, COLUMNS, ALL = Placement(SHARD, 0), Placement(SHARD, 1), Placement(REPLICATE)
+BLOCKS = Placement(STRIDED, 0, 2)
+TP, EP = "tensor parallelism", "expert parallelism"
+
+
+def laid(names: tuple[str, ...], *placements: Placement) -> MeshPiece:
+    ranks = tuple(range(2 ** len(placements)))
+    tensor = Tensor(None, F32, (1, 1), (1, 1), 0)
+    mesh = Mesh((2,) * len(placements), ranks, names)
+    return MeshPiece(F32, (4, 4), 0, ranks, len(ranks), tensor, mesh, placements, {})
+
+
+CUT_BY: list[tuple[list[Piece], str]] = [
+    *(([laid((name,), ROWS_OF)], "FSDP") for name in ("fsdp", "dp_shard_cp", "x")),  # x: by its placement
+    *(([laid((name,), ROWS_OF)], TP) for name in ("tp", "tensor_parallel")),
+    ([laid(("ep",), ROWS_OF)], EP),
+    # without names
+    ([laid((), ROWS_OF), laid((), ROWS_OF)], "FSDP"),
+    ([laid((), each) for each in (ROWS_OF, COLUMNS, ALL)], TP),
+    ([laid((), *each) for each in ((BLOCKS, ROWS_OF), (ROWS_OF, COLUMNS), (ROWS_OF, ALL))], f"FSDP and {TP}"),
+    ([laid((), ROWS_OF), laid((), COLUMNS)], "DTensor"),  # either: FSDP2 can be told to cut columns
+    # replicas are not a cut
+    ([laid(("ddp", "tp"), ALL, ROWS_OF)], TP), ([laid((), ALL, ROWS_OF)], "FSDP"), ([laid(("dp",), ALL)], "DTensor"),
+    # experts are on another mesh than the rest
+    ([laid(("dp_shard",), ROWS_OF), laid(("dp_shard_mod_ep", "ep"), ROWS_OF, ROWS_OF)], f"FSDP and {EP}"),
+    ([ShardPiece(F32, (4,), 0, (0,), 1, ())], "FSDP"),
+]  # fmt: skip
+
+
+def test_what_cut_the_tensors() -> None:
+    assert [parallelism(pieces) for pieces, _ in CUT_BY] == [what for _, what in CUT_BY]

@@ -20,7 +20,8 @@ from ckptkit.formats.distributed import parts
 from tests.conftest import Run
 from tests.formats.parallel import making
 from tests.formats.parallel.old_forms import dtensor, mesh_of_tensor, save, shard
-from tests.formats.parallel.trees import assert_same, flat
+from tests.formats.parallel.trees import assert_same
+from tests.torch_equality import tensors
 
 WHOLE = torch.arange(14.0).reshape(7, 2)
 
@@ -119,7 +120,7 @@ def test_a_folder_without_another_rank_is_not_the_answer(make: Any, tmp_path: Pa
 def test_the_part_alone_is_for_those_who_mean_it(make: Any, tmp_path: Path) -> None:
     done = convert(make(tmp_path / "x"), tmp_path / "out.pth", keep_format=False, part_only=True)
     assert any("not a complete checkpoint" in each for each in done.warnings)
-    assert dict(flat(torch.load(tmp_path / "out.pth", weights_only=make not in (megatron,))))
+    assert dict(tensors(torch.load(tmp_path / "out.pth", weights_only=make not in (megatron,))))
 
 
 def test_the_part_alone_has_its_own_rows(tmp_path: Path) -> None:
@@ -169,7 +170,9 @@ def test_what_was_written_is_what_is_counted(run: Run, tmp_path: Path) -> None:
     }
     torch.save(state, tmp_path / "a.pth")
     done = run("remap", tmp_path / "a.pth", tmp_path / "b.pth", "--to", "cuda:0")
-    count = len(list(flat(torch.load(tmp_path / "b.pth", map_location="cpu", weights_only=True))))
+    count = len(
+        list(tensors(torch.load(tmp_path / "b.pth", map_location="cpu", weights_only=True)))
+    )
     assert f": {count} tensors" in done.stdout
     done = run("convert", tmp_path / "a.pth", tmp_path / "c.safetensors")
     assert f": {len(ckptkit.load(tmp_path / 'c.safetensors'))} tensors" in done.stdout

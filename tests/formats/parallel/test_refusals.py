@@ -21,7 +21,7 @@ from ckptkit.formats.distributed.parts import REFUSED
 from tests.conftest import Run
 from tests.formats.folders import Row, differing, files, opened
 from tests.formats.parallel import making
-from tests.formats.parallel.unfit import TABLE, UNFIT, own
+from tests.formats.parallel.unfit import UNFIT
 from tests.reached import is_raised, modules, unreached, watch
 
 HELP = Path(ckptkit.__file__).parent / "help" / "parallel.md"
@@ -97,27 +97,6 @@ def test_DC_03_DC_04_DC_05_DC_06_DC_08_DC_09_DC_10_SH_01_SH_02_SH_03_SH_07_SH_09
     found = watch(monkeypatch, (CkptkitError, "__init__"), (UnknownError, "__init__"))
     assert differing(UNFIT | KNOWN, tmp_path) == {}
     assert unreached(modules(distributed), found, is_raised) == []
-
-
-READING = ("inspect", "doctor", "verify", "digest", "stats", "diff")
-
-
-@pytest.mark.parametrize("command", READING)
-def test_a_table_is_taken_by_commands_that_read(command: str, tmp_path: Path, run: Run) -> None:
-    folder, whole = own(tmp_path / "x")
-    (tmp_path / "t.yaml").write_text(TABLE)
-    torch.save(whole, tmp_path / "whole.pth")
-    other = [tmp_path / "whole.pth", "--values"] if command == "diff" else []
-    done = run(command, folder, *other, "--parts", tmp_path / "t.yaml")
-    assert done.code == (1 if command == "doctor" else 0), done.stderr
-    if command == "digest":
-        digest = run("digest", tmp_path / "whole.pth").stdout.splitlines()
-        assert sorted(done.stdout.splitlines()[1:]) == sorted(digest[1:])
-    if command == "doctor":
-        assert "--parts" in done.stdout
-    wrong = run(command, tmp_path / "whole.pth", "--parts", tmp_path / "t.yaml")
-    if command != "diff":  # whose other side may be a file
-        assert wrong.code == 2, wrong.stdout + wrong.stderr
 
 
 def test_the_doctor_names_what_was_put_together(tmp_path: Path, run: Run) -> None:
