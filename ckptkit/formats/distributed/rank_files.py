@@ -30,6 +30,7 @@ from ckptkit.formats.distributed.reading import (
     RankGroup,
     RankReader,
     check_ranks,
+    check_stale,
     groups,
     reader_of,
 )
@@ -152,11 +153,7 @@ def _check_ranks(group: RankGroup, ranked: Sequence[Ranked], joiner: Joiner) -> 
         )
     check("ranks", count, "ranks")
     every.update(range(count) if len(every) < count else ())
-    others = [each.file for each in ranked if each.rank not in every]
-    if others:
-        raise CorruptError(
-            f"was written by {count:,} ranks, but contains files of other ranks: {some(others)}"
-        )
+    check_stale({each.rank: each.file for each in ranked}, every)
     return sorted(every)
 
 

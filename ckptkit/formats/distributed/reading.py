@@ -261,18 +261,23 @@ def check_ranks(
     files: Mapping[Any, str], ranks: Collection[Any], name: Callable[[Any], str]
 ) -> None:
     """Raise CorruptError unless there is one file for each rank. `name` names a missing rank."""
-    known, count = set(ranks), f"{len(ranks):,}"
     missing = [rank for rank in ranks if rank not in files]
     if missing:
         names = some(map(name, missing))
         raise CorruptError(
-            f"{len(missing):,} of {count} rank files are missing: {names}",
+            f"{len(missing):,} of {len(ranks):,} rank files are missing: {names}",
             hint="every rank wrote its own file: copy the missing files from the same source",
         )
-    stale = [file for rank, file in files.items() if rank not in known]
+    check_stale(files, ranks)
+
+
+def check_stale(files: Mapping[Any, str], ranks: Collection[Any]) -> None:
+    """Raise CorruptError if there are files of other ranks."""
+    known = set(ranks)
+    stale = some(file for rank, file in files.items() if rank not in known)
     if stale:
         raise CorruptError(
-            f"was written by {count} ranks, but contains files of other ranks: {some(stale)}",
+            f"was written by {len(ranks):,} ranks, but contains files of other ranks: {stale}",
             hint="these files are from another run: move them to another folder",
         )
 

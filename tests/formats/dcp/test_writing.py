@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[Any, type[CkptkitError], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_not_written(what: str, tmp_path: Path) -> None:
     state, error, words = REFUSED[what]
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words or None):
         convert(state, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 

@@ -108,38 +108,32 @@ class Run:
             yield f"{self.prefix}{OPTIM.format(rank)}", content
 
     def model(self, rank: int) -> dict[str, Any]:
-        shapes = [
-            OrderedDict((name, self.state[name].shape) for name in names) for names in self.names
-        ]
-        recorded = self.stage >= 2
-        fragments = (
-            self.frozen
-            if self.stage < 3
-            else {name: self.part(t, rank) for name, t in self.frozen.items()}
-        )
-        zero = self.stage > 0
-        return {
+        shapes = [OrderedDict((n, self.state[n].shape) for n in names) for names in self.names]
+        frozen = {n: self.part(t, rank) if self.stage == 3 else t for n, t in self.frozen.items()}
+        content = {
             "module": self.module(),
             "buffer_names": list(self.buffers),
-            "optimizer": None if zero else {"state": {}, "param_groups": []},
-            "param_shapes": shapes if zero else None,
-            "frozen_param_shapes": OrderedDict((n, t.shape) for n, t in self.frozen.items())
-            if recorded
-            else None,
-            "frozen_param_fragments": OrderedDict(fragments) if recorded else None,
-            "shared_params": (self.shared if rank == 0 else {}) if zero else None,
+            "optimizer": None,
+            "param_shapes": shapes,
+            "frozen_param_shapes": OrderedDict((n, t.shape) for n, t in self.frozen.items()),
+            "frozen_param_fragments": OrderedDict(frozen),
+            "shared_params": self.shared if rank == 0 else {},
             "lr_scheduler": {"last_epoch": 2},
             "global_steps": 7,
             "dp_world_size": self.ranks,
             "mp_world_size": 1,
             "ds_version": "0.0",
-            **self.client,
         }
+        if self.stage < 2:
+            content |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        if self.stage == 0:
+            content |= {"param_shapes": None, "shared_params": None}
+            content["optimizer"] = {"state": {}, "param_groups": []}
+        return {**content, **self.client}
 
     def module(self) -> OrderedDict[str, torch.Tensor]:
         trained = {
-            name: tensor if self.half is None else tensor.to(self.half)
-            for name, tensor in self.state.items()
+            name: tensor.to(self.half or tensor.dtype) for name, tensor in self.state.items()
         }
         every = trained | self.frozen | {name: trained[kept] for name, kept in self.shared.items()}
         if self.stage == 3:
@@ -175,12 +169,9 @@ class Run:
             return whole[: n - cut[group]] if trim else whole
 
         state = [
-            {
-                "step": torch.tensor(7.0),
-                **{key: part(group, shift, self.elastic) for key, shift in MOMENTS.items()},
-            }
-            for group in every
-        ]
+            {"step": torch.tensor(7.0), **{k: part(i, shift, self.elastic) for k, shift in MOMENTS.items()}}
+            for i in every
+        ]  # fmt: skip
         groups = [{"lr": 0.1 * (group + 1), "params": [group]} for group in every]
         base = {"state": dict(enumerate(state)) if self.steps else {}, "param_groups": groups}
         return {
@@ -199,12 +190,9 @@ class Run:
     def part(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """The share of a rank of a parameter, filled up."""
         share = -(-tensor.numel() // self.ranks)
-        fill = torch.full(
-            (share * self.ranks - tensor.numel(),), 7.0 if tensor.dtype == torch.bool else PAD
-        )
-        return torch.cat([tensor.reshape(-1), fill.to(tensor.dtype)])[
-            rank * share : (rank + 1) * share
-        ].clone()
+        pad = 7.0 if tensor.dtype == torch.bool else PAD
+        fill = torch.full((share * self.ranks - tensor.numel(),), pad).to(tensor.dtype)
+        return torch.cat([tensor.reshape(-1), fill])[rank * share : (rank + 1) * share].clone()
 
     def optim_3(self, rank: int) -> dict[str, Any]:
         def flats(shift: float) -> list[torch.Tensor]:
@@ -238,16 +226,11 @@ class Run:
             place.mkdir(parents=True)
             for key, shift in {"fp32": 0.0, **MOMENTS}.items():
                 value = tensor + shift
-                torch.save(
-                    value.reshape(-1) if self.stage == 3 else {"cat_dim": 0, "param": value},
-                    place / f"{key}.pt",
-                )
+                held = value.reshape(-1) if self.stage == 3 else {"cat_dim": 0, "param": value}
+                torch.save(held, place / f"{key}.pt")
             torch.save(torch.tensor(7.0), place / "step.pt")
-        settings = {
-            "clip_grad": 1.0,
-            "zero_stage": self.stage,
-            "param_groups": [{"lr": 0.1, "params": [0]}],
-        }
+        groups = [{"lr": 0.1, "params": [0]}]
+        settings = {"clip_grad": 1.0, "zero_stage": self.stage, "param_groups": groups}
         torch.save(settings, tag / "zero" / "optimizer_state.pt")
         for name, value in self.files():
             if name.endswith("_model_states.pt"):

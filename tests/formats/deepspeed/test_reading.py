@@ -110,10 +110,8 @@ def test_views_of_one_buffer_stay_views(tmp_path: Path) -> None:
     wide = base.float()
     want = {"a": odd(a=(3,))["a"], "all": wide, "end": wide[4:], "turned": wide.view(2, 3).t()}
     check_equal(weights, want)
-    assert sharing({name: id(tensor.storage) for name, tensor in weights.items()}) == [
-        ["a"],
-        ["all", "end", "turned"],
-    ]
+    shared = sharing({name: id(tensor.storage) for name, tensor in weights.items()})
+    assert shared == [["a"], ["all", "end", "turned"]]
 
 
 def test_what_is_in_module_alone(tmp_path: Path) -> None:
@@ -163,9 +161,8 @@ def test_tags_of_devices_are_left_aside(tmp_path: Path, simulated_cuda: Any) -> 
 
 
 def test_the_tree(tmp_path: Path) -> None:
-    Run(odd(a=(3,), b=(2,)), groups=[["b"], ["a"]], client={"epoch": 3, "rng": torch.ones(2)}).save(
-        tmp_path / "x"
-    )
+    client = {"epoch": 3, "rng": torch.ones(2)}
+    Run(odd(a=(3,), b=(2,)), groups=[["b"], ["a"]], client=client).save(tmp_path / "x")
     checkpoint = read(tmp_path / "x")
     assert list(checkpoint.root) == [
         "module", "optimizer", "buffer_names", "shared_params", "lr_scheduler", "global_steps", "dp_world_size",
@@ -209,9 +206,8 @@ def test_state_that_is_not_one_value_per_weight(tmp_path: Path) -> None:
 
 def test_stage_0(tmp_path: Path) -> None:
     state, buffers = odd(a=(3,), b=(2,)), {"n": torch.tensor(3)}
-    tag = Run(state, stage=0, buffers=buffers, client={"model": {"x": torch.ones(1)}}).save(
-        tmp_path / "x"
-    )
+    client = {"model": {"x": torch.ones(1)}}
+    tag = Run(state, stage=0, buffers=buffers, client=client).save(tmp_path / "x")
     assert sorted(os.listdir(tag)) == [MODEL]
     checkpoint = read(tmp_path / "x")
     check_equal(checkpoint.weights, state | buffers)
@@ -258,9 +254,8 @@ def test_the_cache_of_the_hub(tmp_path: Path) -> None:
     Run(state).save(tmp_path / "made")
     snapshot, blobs = tmp_path / "snapshots" / "0123", tmp_path / "blobs"
     blobs.mkdir()
-    for number, path in enumerate(
-        sorted(path for path in (tmp_path / "made").rglob("*") if path.is_file())
-    ):
+    files = [path for path in (tmp_path / "made").rglob("*") if path.is_file()]
+    for number, path in enumerate(files):
         link = snapshot / path.relative_to(tmp_path / "made")
         link.parent.mkdir(parents=True, exist_ok=True)
         path.rename(blobs / str(number))
@@ -384,10 +379,8 @@ def test_names_of_deepspeed_are_kept_or_not_needed(
     scaler = checkpoint.root["optimizer"]["loss_scaler"]
     assert isinstance(scaler, Object) and scaler.state == {"cur_scale": 8.0}
     assert "zero_stage" not in checkpoint.root["optimizer"]
-    assert {str(each) for each in checkpoint.globals} >= {
-        "deepspeed_stub.Stage",
-        "deepspeed_stub.Scaler",
-    }
+    named = {str(each) for each in checkpoint.globals}
+    assert named >= {"deepspeed_stub.Stage", "deepspeed_stub.Scaler"}
 
 
 def stubs(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:

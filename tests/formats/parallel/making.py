@@ -40,28 +40,28 @@ def parts(whole: Mapping[str, tuple[torch.Tensor, How]], rank: int, count: int) 
 
 
 def shaped(text: str, at: str = "") -> State:
-    """Tensors of the names and shapes of a text, with `at` before the names."""
-    lines = (line.split() for line in text.splitlines() if line.strip())
-    return {at + name: rows(*map(int, shape)) for name, *shape in lines}
+    """Tensors of the names and shapes of a text, with `at` before the names.
+
+    A line can begin with what comes before the names in it: ``attention.: wq 16 16; wk 8 16``.
+    """
+    made = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        module, _, named = line.rpartition(": ")
+        for name, *shape in map(str.split, named.split(";")):
+            made[at + module + name] = rows(*map(int, shape))
+    return made
 
 
 # Megatron-LM, mcore names: hidden 8, heads 4 of 2 rows, 2 query groups, feed-forward 12,
 # vocabulary 16
 
 ATTENTION = """
-self_attention.linear_qkv.layer_norm_weight 8
-self_attention.linear_qkv.weight 16 8
-self_attention.linear_proj.weight 8 8
+self_attention.: linear_qkv.layer_norm_weight 8; linear_qkv.weight 16 8; linear_proj.weight 8 8
 """
 PREDICTOR = """
-enorm.weight 8
-hnorm.weight 8
-eh_proj.weight 8 16
-transformer_layer.self_attention.linear_qkv.weight 16 8
-transformer_layer.self_attention.linear_proj.weight 8 8
-transformer_layer.mlp.linear_fc1.weight 24 8
-transformer_layer.mlp.linear_fc2.weight 8 12
-final_layernorm.weight 8
+enorm.weight 8; hnorm.weight 8; eh_proj.weight 8 16; final_layernorm.weight 8
+transformer_layer.self_attention.: linear_qkv.weight 16 8; linear_proj.weight 8 8
+transformer_layer.mlp.: linear_fc1.weight 24 8; linear_fc2.weight 8 12
 """
 BY_ROWS = re.compile(
     r".*(linear_fc1\.weight|linear_qkv\.weight|eh_proj\.weight|embeddings|output_layer).*"
@@ -175,15 +175,10 @@ def _local(
 
 def llama(layers: int, *, version: int) -> State:
     keys = 8 if version > 2 else 16
-    state = shaped("tok_embeddings.weight 40 16\nnorm.weight 16\noutput.weight 40 16")
+    state = shaped("tok_embeddings.weight 40 16; norm.weight 16; output.weight 40 16")
     layer = f"""
-        attention.wq.weight 16 16
-        attention.wk.weight {keys} 16
-        attention.wv.weight {keys} 16
-        attention.wo.weight 16 16
-        feed_forward.w1.weight 24 16
-        feed_forward.w2.weight 16 24
-        feed_forward.w3.weight 24 16
+        attention.: wq.weight 16 16; wk.weight {keys} 16; wv.weight {keys} 16; wo.weight 16 16
+        feed_forward.: w1.weight 24 16; w2.weight 16 24; w3.weight 24 16
         attention_norm.weight 16"""
     for n in range(layers):
         state |= shaped(layer, f"layers.{n}.")
@@ -219,47 +214,33 @@ def _release(
 # Each tensor of version 4 with its shape, and how it is cut: the dimension, - where it is not, or
 # the sizes of blocks. Heads 4 of 4 rows, 2 key heads, 2 experts, feed-forward 12.
 LLAMA_4 = """
-tok_embeddings.weight 40,16 0
-norm.weight 16 -
-output.weight 40,16 0
-layers.0.attention.wqkv.layer_norm_weight 16 -
-layers.0.attention.wqkv.weight 32,16 16,8,8
-layers.0.attention.wo.weight 16,16 1
-layers.0.feed_forward.mlp.fc1_weight 24,16 12,12
-layers.0.feed_forward.mlp.fc2_weight 16,12 1
-layers.0.feed_forward.norm.weight 16 -
-layers.0.feed_forward.router_DE 16,2 -
-layers.0.feed_forward.global_gate_stats_3E 3,2 -
-layers.0.feed_forward.experts.moe_w_in_eD_F 32,12 1
-layers.0.feed_forward.experts.moe_w_swiglu_eD_F 32,12 1
-layers.0.feed_forward.experts.moe_w_out_eF_D 24,16 12,12
-layers.0.feed_forward.w_in_shared_FD.weight 12,16 0
-layers.0.feed_forward.w_swiglu_FD.weight 12,16 0
-layers.0.feed_forward.w_out_shared_DF.weight 16,12 1
-vision_embeddings.vision_encoder.class_embedding 8 -
-vision_embeddings.vision_encoder.positional_embedding_vlm 5,8 -
-vision_embeddings.vision_encoder.conv1._linear.weight 8,12 0
-vision_embeddings.vision_encoder.ln_pre.weight 8 -
-vision_embeddings.vision_encoder.transformer.resblocks.0.ln_1.bias 8 -
-vision_embeddings.vision_encoder.transformer.resblocks.0.attn.wq.weight 8,8 0
-vision_embeddings.vision_encoder.transformer.resblocks.0.attn.wq.bias 8 0
-vision_embeddings.vision_encoder.transformer.resblocks.0.attn.wo.weight 8,8 1
-vision_embeddings.vision_encoder.transformer.resblocks.0.attn.wo.bias 8 -
-vision_embeddings.vision_encoder.transformer.resblocks.0.mlp.c_fc.bias 12 0
-vision_embeddings.vision_encoder.transformer.resblocks.0.mlp.c_proj.weight 8,12 1
-vision_embeddings.vision_encoder.transformer.resblocks.0.mlp.c_proj.bias 8 -
-vision_embeddings.vision_adapter.mlp.c_fc.weight 12,8 0
-vision_projection.weight 16,12 0
+: tok_embeddings.weight 40,16 0; norm.weight 16 -; output.weight 40,16 0
+layers.0.attention.: wqkv.layer_norm_weight 16 -; wqkv.weight 32,16 16,8,8; wo.weight 16,16 1
+layers.0.feed_forward.: mlp.fc1_weight 24,16 12,12; mlp.fc2_weight 16,12 1; norm.weight 16 -
+layers.0.feed_forward.: router_DE 16,2 -; global_gate_stats_3E 3,2 -; w_in_shared_FD.weight 12,16 0
+layers.0.feed_forward.: w_swiglu_FD.weight 12,16 0; w_out_shared_DF.weight 16,12 1
+layers.0.feed_forward.experts.: moe_w_in_eD_F 32,12 1; moe_w_swiglu_eD_F 32,12 1
+layers.0.feed_forward.experts.: moe_w_out_eF_D 24,16 12,12
+vision_embeddings.vision_encoder.: class_embedding 8 -; positional_embedding_vlm 5,8 -
+vision_embeddings.vision_encoder.: conv1._linear.weight 8,12 0; ln_pre.weight 8 -
+vision_embeddings.vision_encoder.transformer.resblocks.0.: ln_1.bias 8 -; mlp.c_fc.bias 12 0
+vision_embeddings.vision_encoder.transformer.resblocks.0.attn.: wq.weight 8,8 0; wq.bias 8 0
+vision_embeddings.vision_encoder.transformer.resblocks.0.attn.: wo.weight 8,8 1; wo.bias 8 -
+vision_embeddings.vision_encoder.transformer.resblocks.0.mlp.: c_proj.weight 8,12 1; c_proj.bias 8 -
+vision_embeddings.vision_adapter.mlp.: c_fc.weight 12,8 0
+vision_projection.: weight 16,12 0
 """
 
 
 def release4(folder: Path, count: int) -> tuple[Path, State]:
     """The parts of version 4; each with what only its process counted."""
     whole: dict[str, tuple[torch.Tensor, How]] = {}
-    for name, shape, how in map(str.split, LLAMA_4.split("\n")[1:-1]):
-        blocks = [int(n) for n in how.split(",") if n != "-"]
-        tensor = rows(*map(int, shape.split(",")))
-        whole[name] = tensor, (blocks if len(blocks) > 1 else next(iter(blocks), None))
+    for line in LLAMA_4.split("\n")[1:-1]:
+        module, _, named = line.partition(": ")
+        for name, shape, how in map(str.split, named.split(";")):
+            blocks = [int(n) for n in how.split(",") if n != "-"]
+            tensor = rows(*map(int, shape.split(",")))
+            whole[module + name] = tensor, (blocks if blocks[1:] else next(iter(blocks), None))
     own: dict[str, Any] = {"layers.0.attention.wo._extra_state": io.BytesIO(b"x")}
     own["layers.0.feed_forward.running_gate_stats_3E"] = torch.ones(3, 2)
     params = {
@@ -286,12 +267,9 @@ def neox(
     """One layer of gpt-neox between embedding and head; the biases after row-parallel products as
     the setting has them."""
     step = tag(folder, 5)
-    text = """
+    whole = shaped("""
         0.word_embeddings.weight 12 8
-        2.attention.dense.weight 8 8
-        2.mlp.dense_h_to_4h.weight 16 8
-        2.mlp.dense_h_to_4h.bias 16"""
-    whole = shaped(text)
+        2.: attention.dense.weight 8 8; mlp.dense_h_to_4h.weight 16 8; mlp.dense_h_to_4h.bias 16""")
     held = [{n: part(t, int(n == "2.attention.dense.weight"), r, count) for n, t in whole.items()}
             for r in range(count)]  # fmt: skip
     biases = [rows(8)] * count if not residual else [rows(8) for _ in range(count)]
@@ -345,7 +323,7 @@ def padded(tensor: torch.Tensor, count: int) -> Iterator[tuple[torch.Tensor, int
 def fairscale(folder: Path, parts: int, shards: int) -> tuple[Path, State]:
     """A block whose parameters are one flat one, in model parts and shards."""
     folder.mkdir(exist_ok=True)
-    whole = shaped("fc1.weight 6 5\nfc2.weight 5 6\nlayer_norm.weight 5")
+    whole = shaped("fc1.weight 6 5; fc2.weight 5 6; layer_norm.weight 5")
     for m in range(parts):
         cuts = zip(whole.items(), (0, 1, None), strict=True)
         own = {name: part(each, how, m, parts) for (name, each), how in cuts}
@@ -373,7 +351,7 @@ def fairscale_by_name(folder: Path, *, flat: bool) -> tuple[Path, State]:
     """Metadata of fairscale until 0.4.0: lists of the parameters of a module, flattened or each by
     itself, in three shards."""
     folder.mkdir(exist_ok=True)
-    own = shaped("a 3 5\nb 4")
+    own = shaped("a 3 5; b 4")
     joined = {"flat_param_0": torch.cat([t.reshape(-1) for t in own.values()])} if flat else own
     cut = {name: list(padded(tensor, 3)) for name, tensor in joined.items()}
     for s in range(3):

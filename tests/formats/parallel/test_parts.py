@@ -19,28 +19,23 @@ from ckptkit.edits.combine import average, join
 from ckptkit.formats.distributed import parts
 from tests.conftest import Run
 from tests.formats.parallel import making
-from tests.formats.parallel.old_forms import dtensor, mesh_of_tensor, save, shard
 from tests.formats.parallel.trees import assert_same
+from tests.formats.parallel.unfit import piece, saved
 from tests.torch_equality import tensors
 
 WHOLE = torch.arange(14.0).reshape(7, 2)
 
 
 def ranks(
-    folder: Path,
-    *,
-    names: str = "rank{}.pt",
-    buffers: tuple[float, float] = (1.0, 1.0),
-    **more: Any,
+    folder: Path, *, names: str = "rank{}.pt", buffers: tuple[float, float] = (1.0, 1.0)
 ) -> Path:
     """Two rank files of a tensor of 7 rows, and a buffer of each."""
     folder.mkdir(exist_ok=True)
-    mesh = torch.tensor([0, 1])
-    for rank, (start, stop) in enumerate(((0, 4), (4, 7))):
-        held = dtensor(
-            WHOLE, WHOLE[start:stop], mesh_of_tensor(mesh, _coordinate_on_dim=[rank]), (shard(0),)
-        )
-        save({"w": held, "b": torch.tensor([buffers[rank]]), **more}, folder / names.format(rank))
+
+    def root(rank: int) -> dict[str, Any]:
+        return {"w": piece(rank, WHOLE), "b": torch.tensor([buffers[rank]])}
+
+    saved(root, names)(folder)
     return folder
 
 
@@ -58,11 +53,8 @@ def llama(folder: Path) -> Path:
 
 
 def neox(folder: Path) -> Path:
-    return (
-        making.neox(folder, 2, residual=True)[0]
-        / "global_step5"
-        / "layer_02-model_01-model_states.pt"
-    )
+    made, _ = making.neox(folder, 2, residual=True)
+    return made / "global_step5" / "layer_02-model_01-model_states.pt"
 
 
 def fairscale(folder: Path) -> Path:
@@ -132,29 +124,20 @@ def test_edits_that_lose_nothing_are_allowed(tmp_path: Path) -> None:
     """strip-module of a rank file keeps its pieces: the folder still makes the whole."""
     folder = ranks(tmp_path / "x")
     (tmp_path / "y").mkdir()
-    for rank in range(2):
-        convert(
-            folder / f"rank{rank}.pt",
-            tmp_path / "y" / f"rank{rank}.pt",
-            lambda ck: ckptkit.add_prefix(ck, "m."),
-        )
+    for name in ("rank0.pt", "rank1.pt"):
+        convert(folder / name, tmp_path / "y" / name, lambda ck: ckptkit.add_prefix(ck, "m."))
     assert_same(ckptkit.load(tmp_path / "y"), {"m.w": WHOLE, "m.b": torch.ones(1)})
 
 
 def test_the_commands_name_the_folder(run: Run, tmp_path: Path) -> None:
     path = fsdp(tmp_path / "x")
     shown = run("inspect", path)
-    assert (
-        "this is rank 0 of 2 of an FSDP checkpoint: rows 0 to 3 of 7 of each tensor" in shown.stdout
-    )
+    assert f"this is {PARTS[fsdp]}" in shown.stdout
     assert "[7, 2]" in shown.stdout and "this rank has [4, 2]: rows 0 to 3 of 7" in shown.stdout
     found = run("doctor", path)
     assert f"ckptkit convert {tmp_path / 'x'} whole.safetensors" in found.stdout and found.code == 1
-    for words in (
-        ("convert", path),
-        ("strip-module", "--objects", "drop", path),
-        ("average", path, path),
-    ):
+    drop = ("strip-module", "--objects", "drop", path)
+    for words in (("convert", path), drop, ("average", path, path)):
         done = run(*words, tmp_path / "out.pth")
         assert done.code == 3 and f"ckptkit convert {tmp_path / 'x'}" in done.stderr
     fixed = run("doctor", path, "--fix", tmp_path / "out.pth")
@@ -164,10 +147,8 @@ def test_the_commands_name_the_folder(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_was_written_is_what_is_counted(run: Run, tmp_path: Path) -> None:
-    state = {
-        "model": {"a": torch.ones(1), "b": torch.ones(2)},
-        "more": [torch.ones(3), torch.ones(4)],
-    }
+    one, two, *more = (torch.ones(n) for n in (1, 2, 3, 4))
+    state = {"model": {"a": one, "b": two}, "more": more}
     torch.save(state, tmp_path / "a.pth")
     done = run("remap", tmp_path / "a.pth", tmp_path / "b.pth", "--to", "cuda:0")
     count = len(
@@ -208,14 +189,12 @@ def test_copies_without_checksums_are_read_where_they_are_asked_for(
 def test_names_of_accelerate(tmp_path: Path) -> None:
     """SHARDED_STATE_DICT without DCP: the optimizer by name, in files of its own."""
     folder = ranks(tmp_path / "x", names="pytorch_model_fsdp_0_rank{}.bin")
-    mesh = torch.tensor([0, 1])
-    for rank, (start, stop) in enumerate(((0, 4), (4, 7))):
-        held = dtensor(WHOLE, WHOLE[start:stop] + 1, mesh_of_tensor(mesh), (shard(0),))
-        state = {"w": {"exp_avg": held, "step": torch.tensor(3.0)}}
-        save(
-            {"state": state, "param_groups": [{"lr": 0.1, "params": ["w"]}]},
-            folder / f"optimizer_0_rank{rank}.bin",
-        )
+
+    def optimizer(rank: int) -> dict[str, Any]:
+        state = {"w": {"exp_avg": piece(rank, WHOLE + 1), "step": torch.tensor(3.0)}}
+        return {"state": state, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+
+    saved(optimizer, "optimizer_0_rank{}.bin")(folder)
     checkpoint = ckptkit.open(folder)
     assert_same(ckptkit.load(folder), {"w": WHOLE, "b": torch.ones(1)})
     ckptkit.save(checkpoint, tmp_path / "out.pth")
