@@ -44,6 +44,7 @@ from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten, merge_all, shown, some
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Pairs, Path, join, key_text
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats.distributed.meshes import argument
 from ckptkit.pickles.globals import dtype_or_unknown
 from ckptkit.pickles.judge import is_foreign
 from ckptkit.pickles.values import unpickle
@@ -217,15 +218,13 @@ def _integer(node: Node, what: str) -> int:
 
 def _size(node: Node, what: str) -> Shape:
     """Convert a torch.Size, a tuple or a list of integers to a tuple."""
-    if isinstance(node, Object) and node.global_ == _SIZE and len(node.args) == 1:
-        node = node.args[0]
+    node = argument(node)
     if not isinstance(node, (tuple, list)):
         raise FormatError(f"{what} is not a torch.Size")
     check("rank", len(node), "dimensions of a tensor")
     return tuple(_integer(n, what) for n in node)
 
 
-_SIZE = Global("torch", "Size")
 Places = dict[tuple[str, Shape | None], Place]
 
 

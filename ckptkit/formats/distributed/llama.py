@@ -45,9 +45,9 @@ def layout_of(params: Mapping[str, Any], *, by_rows: bool) -> table.ParallelLayo
 
     Set `by_rows` if the embedding is split along its first dimension (since Llama 3).
     """
-    heads, groups = integer(params, "n_heads"), integer(params, "n_kv_heads")
+    heads, groups = table.positive(params, "n_heads"), table.positive(params, "n_kv_heads")
     inner = params.get("moe_args")
-    experts = integer(inner if isinstance(inner, dict) else params, "num_experts") or 1
+    experts = table.positive(inner if isinstance(inner, dict) else params, "num_experts") or 1
     fused = "cut 0 blocks 3"
     if heads and groups:  # the query has more heads than the key and the value
         unit = gcd(heads, groups)
@@ -80,7 +80,7 @@ def read(probe: Probe) -> Checkpoint:
     names = "norm", "tok_embeddings", "layers.0.attention.wq", "layers.0.attention.wo"
     tensors = (as_tensor(parts[0].entries.get(f"{name}.weight")) for name in names)
     norm, embedding, query, output = tensors
-    dim = integer(params, "dim")
+    dim = table.positive(params, "dim")
     width = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
     if dim and width and dim != width:
         raise CorruptError(f"{PARAMS} has dim {dim:,}, but the norms have {width:,} elements")
@@ -112,18 +112,12 @@ def read_params(text: bytes) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else found
 
 
-def integer(params: Mapping[str, Any], key: str) -> int | None:
-    """Return the value of `key` if the value is a positive integer, otherwise None."""
-    found = params.get(key)
-    return found if type(found) is int and found > 0 else None
-
-
 def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> None:
     """Raise CorruptError if the sizes of the merged model contradict ``params.json``."""
-    dim, heads = integer(params, "dim"), integer(params, "n_heads")
-    groups = integer(params, "n_kv_heads") or heads
+    dim, heads = table.positive(params, "dim"), table.positive(params, "n_heads")
+    groups = table.positive(params, "n_kv_heads") or heads
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
-    layer_count = integer(params, "n_layers")
+    layer_count = table.positive(params, "n_layers")
     if layer_count and len(layers) != layer_count:
         raise CorruptError(f"has {len(layers):,} layers, but {PARAMS} has {layer_count:,}")
     key = as_tensor(tensors.get("layers.0.attention.wk.weight"))

@@ -68,11 +68,7 @@ class Arguments:
 
     def number(self, *names: str) -> int | None:
         """Return the first positive integer among the arguments `names`, or None."""
-        for name in names:
-            found = self.values.get(name)
-            if type(found) is int and 0 < found < 1 << 31:
-                return found
-        return None
+        return table.positive(self.values, *names)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -301,6 +301,15 @@ def attributes(node: Node) -> dict[str, Node]:
     return dict(state) if isinstance(state, dict) else {}
 
 
+def argument(node: Node) -> Node:
+    """If the node is a call with one argument (a torch.Size), return the argument.
+
+    Otherwise, return the node.
+    """
+    is_call = isinstance(node, Object) and isinstance(node.args, tuple) and len(node.args) == 1
+    return node.args[0] if is_call else node
+
+
 def _mesh_piece(whole: Tensor, state: Node, meshes: dict[int, Mesh]) -> MeshPiece:
     held = attributes(state)
     spec = attributes(held["_spec"])
@@ -435,8 +444,7 @@ def _listed(node: Node) -> tuple[int, Shape, Shape]:
 
 
 def _sizes(node: Node) -> Shape:
-    if isinstance(node, Object) and len(node.args) == 1:  # torch.Size
-        node = node.args[0]
+    node = argument(node)
     check("rank", len(node), "dimensions of a tensor")
     return tuple(map(_integer, node))
 

@@ -18,13 +18,13 @@ from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, within
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import some
-from ckptkit.core.tree import Global, Node, Object
+from ckptkit.core.tree import Global, Node
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats.distributed.meshes import argument
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_LEGACY, TORCH_ZIP
 
 FORMATS = (TORCH_ZIP, TORCH_LEGACY)
-_SIZE = Global("torch", "Size")
 
 
 def reader_of(probe: Probe) -> RankReader:
@@ -130,8 +130,7 @@ class Fields:
 
     def shape(self, name: str, node: Node) -> Shape:
         """Convert a torch.Size, or a list or tuple of integers, to a tuple."""
-        if isinstance(node, Object) and node.global_ == _SIZE:
-            node = _argument(node)
+        node = argument(node)
         if not isinstance(node, (tuple, list)) or not all(map(_is_count, node)):
             raise FormatError(f"{self.place}: the shape of {name[:80]!r} is not a list of sizes")
         check("rank", len(node), f"dimensions of {name[:80]!r}")
@@ -154,16 +153,10 @@ class Fields:
         """
         node = self.get(key)
         nodes = node if isinstance(node, (list, tuple)) else (node,)
-        found = [_argument(each) for each in nodes]  # enums (ZeroStageEnum) are pickled as calls
+        found = [argument(each) for each in nodes]  # enums (ZeroStageEnum) are pickled as calls
         if not all(map(_is_count, found)):
             raise FormatError(f"{self.place}: {key} contains values that are not counts")
         return found
-
-
-def _argument(node: Node) -> Node:
-    """If the node is a call with one argument, return the argument. Otherwise, return the node."""
-    is_call = isinstance(node, Object) and isinstance(node.args, tuple) and len(node.args) == 1
-    return node.args[0] if is_call else node
 
 
 def _is_count(node: Node) -> bool:

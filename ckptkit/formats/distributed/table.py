@@ -245,6 +245,12 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
     check_ranks(there, [*product(*map(range, axes.values()))], shown)
 
 
+def positive(values: Mapping[Any, Any], *names: str) -> int | None:
+    """Return the first positive integer among the values of `names`, or None."""
+    found = (values.get(name) for name in names)
+    return next((n for n in found if type(n) is int and 0 < n < 1 << 31), None)
+
+
 # Parsing and applying lines
 
 
