@@ -11,9 +11,10 @@ from typing import Any
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import PathError, UsageError
+from ckptkit.formats import sidecars
 from ckptkit.quantized.group import parsed, read_json_of
 
-CONFIG_NAME = "config.json"
+CONFIG_NAME, with_config = sidecars.CONFIG, sidecars.with_config
 BYTES = 1 << 20  # maximum size of config.json in bytes
 
 
@@ -94,15 +95,6 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
     own = dict(checkpoint.companions).get(CONFIG_NAME)
     folder: Folder | None = checkpoint.folder
     return read_json_of(folder or checkpoint.source, CONFIG_NAME) if own is None else parsed(own)
-
-
-def with_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """Set the configuration of the checkpoint. If the output is a folder, ckptkit writes the
-    configuration as config.json."""
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    others = (each for each in checkpoint.companions if each[0] != CONFIG_NAME)
-    data = text.encode("utf-8", "surrogatepass")
-    return replace(checkpoint, companions=(*others, (CONFIG_NAME, data)))
 
 
 def changes_of(

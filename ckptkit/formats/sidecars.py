@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -91,14 +92,10 @@ def with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
     ``quantization_config``, do not change the file. In the dict of a submodel (``text_config``),
     change the dtype only if it is `old` or equals the dtype of the complete model.
     """
-    files, new = dict(checkpoint.companions), of_weights(checkpoint)
-    if CONFIG not in files or new is None or new == old:
-        return checkpoint
-    try:
-        config: Any = json.loads(files[CONFIG])
-    except (ValueError, RecursionError):
-        return checkpoint
-    if not isinstance(config, dict) or "quantization_config" in config:
+    from ckptkit.quantized.group import parsed  # imported only if the output is a folder
+
+    config, new = parsed(dict(checkpoint.companions).get(CONFIG, b"")), of_weights(checkpoint)
+    if new is None or new == old or "quantization_config" in config:
         return checkpoint
     said = next((_plain(config[field]) for field in _FIELDS if field in config), None)
     submodels = [part for part in config.values() if isinstance(part, dict)]
@@ -112,10 +109,16 @@ def with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
                 changed[f"{field} {plain} -> {new}"] = None
     if not changed:
         return checkpoint
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    files[CONFIG] = text.encode("utf-8", "surrogatepass")
     notes = (*checkpoint.notes, f"{CONFIG}: {some(changed, 3)}")
-    return replace(checkpoint, companions=tuple(files.items()), notes=notes)
+    return replace(with_config(checkpoint, config), notes=notes)
+
+
+def with_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """Set the configuration of the checkpoint. If the output is a folder, ckptkit writes the
+    configuration as config.json."""
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    files = {**dict(checkpoint.companions), CONFIG: text.encode("utf-8", "surrogatepass")}
+    return replace(checkpoint, companions=tuple(files.items()))
 
 
 def _plain(said: object) -> str | None:

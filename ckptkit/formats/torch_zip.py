@@ -75,13 +75,14 @@ from ckptkit.formats import strict_json, table
 from ckptkit.formats.format import Probe
 from ckptkit.formats.strict_json import dump
 from ckptkit.formats.zip_reader import (
+    END,
     REPLACED,
     StoredMember,
     ZipDirectory,
     read_directory,
     read_rows,
 )
-from ckptkit.formats.zip_writer import END_BYTES, ZipMember, ends, lay_out, record
+from ckptkit.formats.zip_writer import ZipMember, ends, lay_out, record
 from ckptkit.pickles.storages import StorageTable, storage_class
 from ckptkit.pickles.values import Unpickled, unpickle
 from ckptkit.pickles.writer import write_pickle
@@ -491,7 +492,7 @@ def _patched(
         tail += member
     listed = b"".join(entries.values())
     tail += listed + ends(start + len(tail), len(listed), len(entries))
-    made, last = bytes(tail), len(tail) - END_BYTES
+    made, last = bytes(tail), len(tail) - END.size
     around = Edit(start, made[:last]), Edit(start + last + 4, made[last + 4 :])
     seal = Edit(start + last, made[last : last + 4])
     return Patch(source, breaks, (*sorted(renamed), *around), seal, start + len(made), notes)

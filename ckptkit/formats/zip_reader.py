@@ -363,10 +363,10 @@ def _check_gap(read: Read, start: int, end: int, known: set[bytes]) -> None:
 
 
 END_MAGIC, END64_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
-_END = struct.Struct("<4s4H2LH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")
-_U16 = 0xFFFF
+END = struct.Struct("<4s4H2LH")
+END64 = struct.Struct("<4sQ2H2L4Q")
+LOCATOR = struct.Struct("<4sLQL")
+U16 = 0xFFFF
 _BATCH = 64  # number of local headers to fetch in one request
 _HEADER = 256  # maximum size of a local header without the name; most bytes are padding
 _IN_PARTS = "is one part of a zip file in several parts"
@@ -592,24 +592,24 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
     """Return offset, size and number of entries of the directory, from the end records."""
     if source.read(0, min(4, source.size)) != MAGIC:
         raise FormatError("does not begin with a zip member")
-    longest = _END.size + _U16 + _LOCATOR.size + _END64.size
+    longest = END.size + U16 + LOCATOR.size + END64.size
     tail = source.read(max(0, source.size - longest), min(longest, source.size))
     at = _find_end_record(source, tail)
-    _, disk, first_disk, here, count, size, start, _ = _END.unpack_from(tail, at)
+    _, disk, first_disk, here, count, size, start, _ = END.unpack_from(tail, at)
     stop = source.size - len(tail) + at  # end of the directory
-    locator = max(0, at - _LOCATOR.size)
+    locator = max(0, at - LOCATOR.size)
     if tail[locator:at].startswith(_LOCATOR_MAGIC):
-        stop -= _LOCATOR.size + _END64.size
-        _, other_disk, place, disks = _LOCATOR.unpack_from(tail, locator)
+        stop -= LOCATOR.size + END64.size
+        _, other_disk, place, disks = LOCATOR.unpack_from(tail, locator)
         if disk or first_disk or here != count or other_disk or disks > 1:
             raise UnsupportedError(_IN_PARTS)
         short = (start, size, count)
-        magic, length, _, _, disk, first_disk, here, count, size, start = _END64.unpack_from(
-            tail, max(0, locator - _END64.size)
+        magic, length, _, _, disk, first_disk, here, count, size, start = END64.unpack_from(
+            tail, max(0, locator - END64.size)
         )
-        wide = zip(short, (start, size, count), (U32, U32, _U16), strict=True)
+        wide = zip(short, (start, size, count), (U32, U32, U16), strict=True)
         differ = any(value not in (true, capped) for value, true, capped in wide)
-        is_whole = place == stop and magic == END64_MAGIC and length == _END64.size - 12
+        is_whole = place == stop and magic == END64_MAGIC and length == END64.size - 12
         if differ or not is_whole:
             raise FormatError("zip64 end record is malformed, or contradicts the end record")
     elif U32 in (size, start):
@@ -630,17 +630,17 @@ def _find_end_record(source: ByteSource, tail: bytes) -> int:
 
     Raises an InputError unless the tail contains exactly one such end record.
     """
-    first = max(0, len(tail) - _END.size - _U16)
+    first = max(0, len(tail) - END.size - U16)
     found = [first + match.start() for match in re.finditer(END_MAGIC, tail[first:])]
-    whole = [at for at in found if at + _END.size <= len(tail)]
+    whole = [at for at in found if at + END.size <= len(tail)]
     # The end records of archives inside the file do not count.
     if all(_is_inner(source, tail, at) for at in whole):
         raise TruncatedError(
             "has no zip end record: the download or save is incomplete", hint=_AGAIN
         )
-    exact = [at for at in whole if at + _END.size + _END.unpack_from(tail, at)[-1] == len(tail)]
+    exact = [at for at in whole if at + END.size + END.unpack_from(tail, at)[-1] == len(tail)]
     if not exact:
-        after = len(tail) - whole[-1] - _END.size
+        after = len(tail) - whole[-1] - END.size
         raise AmbiguousError(f"{after:,} bytes after the zip end record belong to no member")
     if len(exact) > 1 or found[-1] != exact[0]:
         raise AmbiguousError("has more than one zip end record")
@@ -649,13 +649,13 @@ def _find_end_record(source: ByteSource, tail: bytes) -> int:
 
 def _is_inner(source: ByteSource, tail: bytes, at: int) -> bool:
     """Return whether the end record at `at` belongs to an archive inside the file."""
-    *_, size, start, _ = _END.unpack_from(tail, at)
-    end, locator = at, max(0, at - _LOCATOR.size)
+    *_, size, start, _ = END.unpack_from(tail, at)
+    end, locator = at, max(0, at - LOCATOR.size)
     if tail[locator:at].startswith(_LOCATOR_MAGIC):
-        end = locator - _END64.size
+        end = locator - END64.size
         if end < 0 or not tail.startswith(END64_MAGIC, end):
             return False  # the caller reports the damage
-        size, start = _END64.unpack_from(tail, end)[8:10]
+        size, start = END64.unpack_from(tail, end)[8:10]
     # The offsets in an end record count from the start of the archive.
     begin = source.size - len(tail) + end - size - start
     return 0 < begin <= source.size - 4 and source.read(begin, 4) == MAGIC

@@ -27,16 +27,12 @@ from typing import NamedTuple
 
 from ckptkit.core.bytesource import Extent
 from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Segment
+from ckptkit.formats.zip_reader import END, END64, LOCATOR, U16, U32
 
 ALIGNMENT = 64  # bytes
 
-_U16, _U32 = 0xFFFF, 0xFFFFFFFF
 _LOCAL = struct.Struct("<4s5H3L2H").pack
 _CENTRAL = struct.Struct("<4s6H3L5H2L").pack
-_END64 = struct.Struct("<4sQ2H2L4Q").pack
-_LOCATOR = struct.Struct("<4sLQL").pack
-_END = struct.Struct("<4s4H2LH").pack
-END_BYTES = 22  # size of the end record without a comment
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16  # offsets of the CRC in a local header and a directory entry
 _UTF8_FLAG = 0x0800
 _DATE = 0x0021
@@ -114,8 +110,8 @@ def record(name: str, content: bytes, offset: int) -> tuple[bytes, bytes]:
 def _local_header(name: bytes, offset: int, size: int, crc: int) -> bytes:
     """Return the local header of a member at `offset`, with padding that aligns the data."""
     version, wide, short = 20, b"", size
-    if size >= _U32:
-        version, wide, short = 45, struct.pack("<2H2Q", 1, 16, size, size), _U32
+    if size >= U32:
+        version, wide, short = 45, struct.pack("<2H2Q", 1, 16, size, size), U32
     start = offset + 34 + len(name) + len(wide)
     extra = wide + _PADDING[-start % ALIGNMENT]
     n, x = len(name), len(extra)
@@ -128,11 +124,11 @@ def _local_header(name: bytes, offset: int, size: int, crc: int) -> bytes:
 
 def _central_entry(name: bytes, offset: int, size: int, crc: int) -> bytes:
     version, extra = 20, b""
-    if size >= _U32 or offset >= _U32:
-        wide = [size, size] if size >= _U32 else []
-        wide += [offset] if offset >= _U32 else []
+    if size >= U32 or offset >= U32:
+        wide = [size, size] if size >= U32 else []
+        wide += [offset] if offset >= U32 else []
         version, extra = 45, struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide)
-        size, offset = min(size, _U32), min(offset, _U32)
+        size, offset = min(size, U32), min(offset, U32)
     n, x = len(name), len(extra)
     return (
         _CENTRAL(
@@ -149,9 +145,9 @@ def ends(offset: int, size: int, count: int) -> bytes:
 
     The directory has `size` bytes at `offset`, and `count` entries.
     """
-    short = min(count, _U16)
+    short = min(count, U16)
     return (
-        _END64(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, offset)
-        + _LOCATOR(b"PK\x06\x07", 0, offset + size, 1)
-        + _END(b"PK\x05\x06", 0, 0, short, short, min(size, _U32), min(offset, _U32), 0)
+        END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, offset)
+        + LOCATOR.pack(b"PK\x06\x07", 0, offset + size, 1)
+        + END.pack(b"PK\x05\x06", 0, 0, short, short, min(size, U32), min(offset, U32), 0)
     )

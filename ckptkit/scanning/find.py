@@ -20,7 +20,7 @@ from ckptkit.formats.format import Probe
 from ckptkit.formats.table import FORMATS
 from ckptkit.formats.tar import BLOCK, is_tar, lenient_number
 from ckptkit.formats.whats_inside import METHODS, PICKLES, member
-from ckptkit.formats.zip_reader import MAGIC
+from ckptkit.formats.zip_reader import CENTRAL_MAGIC, END, END64, END_MAGIC, LOCAL, MAGIC, U32
 from ckptkit.pickles.judge import is_guarded
 from ckptkit.pickles.streams import (
     TORCH_LOAD,
@@ -276,7 +276,7 @@ def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
     if archive is None or not is_tar(head):
         return archive is not None
     begin, size, start = archive
-    stop = begin + size + _END.size
+    stop = begin + size + END.size
     members = (each.source for each in tar_members(source) if isinstance(each, Inner))
     return not any(
         isinstance(each, Section) and each.offset <= start and stop <= each.offset + each.size
@@ -352,12 +352,8 @@ def tar_members(source: ByteSource) -> Iterator[Found]:
                 yield Inner(name, Section(source, at, source.size - at), open_end=True)
 
 
-_END, _END_MAGIC = Struct("<4s4H2LH"), b"PK\5\6"
-_END64, _LOCATOR = Struct("<4sQ2H2L4Q"), Struct("<4sLQL")
-_CENTRAL, _CENTRAL_MAGIC = Struct("<4s4xHH4xLLLHHHH6xL"), b"PK\1\2"
-_LOCAL = Struct("<4s2xHH4xLLLHH")
-_TAIL = 22 + 0xFFFF
-_U32 = 0xFFFFFFFF
+_CENTRAL = Struct("<4s4xHH4xLLLHHHH6xL")
+_TAIL = END.size + 0xFFFF
 _SCRIPT = re.compile(r"[^/]*/(constants|bytecode)\.pkl")
 # A member: its name, compression method, offset and number of bytes. The number of bytes is None if
 # the header does not contain this number.
@@ -399,13 +395,13 @@ def _zip_end(source: ByteSource) -> tuple[int, int, int] | None:
     """
     length = min(source.size, _TAIL)
     tail = source.read(source.size - length, length)
-    at = tail.rfind(_END_MAGIC, 0, max(0, length - 18))
+    at = tail.rfind(END_MAGIC, 0, max(0, length - 18))
     if at < 0:
         return None
-    *_, size, start, _ = _END.unpack_from(tail, at)
+    *_, size, start, _ = END.unpack_from(tail, at)
     stop = source.size - length + at
-    if stop >= 76 and _U32 in (size, start):
-        wide, locator = _END64.unpack(source.read(stop - 76, 56)), source.read(stop - 20, 4)
+    if stop >= 76 and U32 in (size, start):
+        wide, locator = END64.unpack(source.read(stop - 76, 56)), source.read(stop - 20, 4)
         if locator == b"PK\6\7" and wide[0] == b"PK\6\6":
             size, start, stop = wide[-2], wide[-1], stop - 76
     begin = stop - size
@@ -423,25 +419,25 @@ def _listed(source: ByteSource) -> Iterator[_Member]:
     at = 0
     while at + 46 <= len(data):
         magic, _, method, _, stored, _, n, x, comment, _, offset = _CENTRAL.unpack_from(data, at)
-        if magic != _CENTRAL_MAGIC:
+        if magic != CENTRAL_MAGIC:
             return
         name = data[at + 46 : at + 46 + n].decode("utf-8", "backslashreplace")
         at += 46 + n + x + comment
         header = _header(source, offset + shift) or _header(source, offset)
         if header is not None:
-            yield name, method, header[2], None if stored == _U32 else stored
+            yield name, method, header[2], None if stored == U32 else stored
 
 
 def _header(source: ByteSource, at: int) -> _Member | None:
     """Return the fields of the local header at `at`. Return None if `at` is not a header."""
-    if not 0 <= at <= source.size - _LOCAL.size:
+    if not 0 <= at <= source.size - LOCAL.size:
         return None
-    magic, flags, method, _, stored, size, n, x = _LOCAL.unpack(source.read(at, _LOCAL.size))
+    magic, flags, method, _, stored, size, n, x = LOCAL.unpack(source.read(at, LOCAL.size))
     if magic != MAGIC or at + 30 + n + x > source.size:
         return None
     name = source.read(at + 30, min(n, LIMITS.name_bytes)).decode("utf-8", "backslashreplace")
     known = (
-        stored if stored not in (0, _U32) and not flags & 8 and (method or size == stored) else None
+        stored if stored not in (0, U32) and not flags & 8 and (method or size == stored) else None
     )
     return name, method, at + 30 + n + x, known
 
