@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,20 +9,10 @@ import pytest
 
 import ckptkit
 from ckptkit.publish.copying import WriteTask, cut
-from tests.conftest import ENVIRONMENT
+from tests.narrow import narrow
 from tests.quantized.made import row, write
 
 ROWS, COLUMNS = 2048, 16384  # of codes of 4 bits: 16 MiB, which become 128 MiB of float32
-MEASURE = """
-import os, sys
-from ckptkit.cli import main
-def leave(code):  # the peak of this program alone: getrusage counts what its parent held, too
-    lines = open("/proc/self/status").read().splitlines()
-    print(next(line.split()[1] for line in lines if line.startswith("VmHWM:")), file=sys.stderr)
-    sys.exit(code)
-os._exit = leave
-main()
-"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the peak of the memory")
@@ -33,18 +22,10 @@ def test_codes_of_4_bits_become_float32_in_little_memory(tmp_path: Path) -> None
     scales = row("U8", shape[:-1], b"\x7f" * (ROWS * COLUMNS // 32))
     path = write(tmp_path / "model.safetensors", {"w.blocks": blocks, "w.scales": scales})
     out = tmp_path / "out.safetensors"
-    words = ["convert", str(path), str(out), "--dequantize", "float32", "--quiet"]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *words],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = narrow("convert", path, out, "--dequantize", "float32", "--quiet")
+    assert done.code == 0, done.stderr
     assert out.stat().st_size > 4 * ROWS * COLUMNS
-    peak = int(done.stderr.splitlines()[-1]) >> 10
-    assert peak < 100, f"{peak} MiB"
+    assert done.memory < 100 << 20
 
 
 def test_the_matrices_of_a_tensor_are_not_cut_between_threads(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import torch
 from ckptkit.core.errors import PathError, UsageError
 from ckptkit.run import batch, workers
 from tests.conftest import COMMAND, ENVIRONMENT, Run
+from tests.remote.servers import s3_server
 from tests.run.batches import counts, dask, expected, interrupted, make, states, strip
 
 s3fs = pytest.importorskip("s3fs")
-server = pytest.importorskip("moto.server")
 
 BUCKET = "runs"
 OUT = f"s3://{BUCKET}/out"
@@ -27,20 +27,8 @@ PATTERN = f"s3://{BUCKET}/in/**/*.pth"
 @pytest.fixture(scope="module")
 def account() -> Iterator[dict[str, str]]:
     """The environment that leads to a server of our own."""
-    running = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    s3fs.S3FileSystem.clear_instance_cache()
-    yield {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "nobody",
-        "AWS_SECRET_ACCESS_KEY": "s3cret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-    }
-    s3fs.S3FileSystem.clear_instance_cache()
-    running.stop()
+    with s3_server() as environment:
+        yield environment
 
 
 @pytest.fixture
