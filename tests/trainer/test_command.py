@@ -15,7 +15,7 @@ from ckptkit.trainer.command import main as main_of_module
 from ckptkit.trainer.config import Config, RequestError, RunFiles, table
 
 from ..conftest import Run
-from .conftest import WORDS, invoked, loaded, same
+from .conftest import WORDS, invoked, loaded
 
 
 def test_train_and_evaluate(run: Run, tmp_path: Path) -> None:
@@ -54,26 +54,11 @@ def test_the_module_is_the_command(
     assert capsys.readouterr().err.startswith(said)
 
 
-def test_resume_takes_the_options_of_the_checkpoint(tmp_path: Path) -> None:
-    options = ("--save-form", "full", "--optimizer", "adam", "--lr", "0.003", "--seed", "5")
-    first = invoked(tmp_path / "one.pth", *WORDS, *options, "--epochs", "2", "--save-every", "1")
-    assert first.code == 0
-    resume = ("--devices", "cpu", "--resume", tmp_path / "one.epoch1.pth")
-    done = invoked(tmp_path / "more.pth", *resume)
-    assert (done.code, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"resuming {tmp_path / 'one.epoch1.pth'} after epoch 1\n")
-    one, more = loaded(tmp_path / "one.pth"), loaded(tmp_path / "more.pth")
-    assert same(more["model"], one["model"])
-    assert more["args"] == one["args"]
-    assert (more["args"]["lr"], more["args"]["seed"], more["epoch"]) == (0.003, 5, 2)
-
-
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of one epoch that a run can go on from."""
     path = tmp_path_factory.mktemp("full") / "one.pth"
-    dp = ("--parallel", "dp", "--keep-module-prefix")
-    invoked(path, *WORDS, *dp, "--save-form", "full")
+    invoked(path, *WORDS, "--save-form", "full")
     return path
 
 
@@ -90,18 +75,6 @@ def test_an_option_that_contradicts_the_checkpoint_is_an_error(
     assert f"{option} contradicts the checkpoint" in done.stderr
     assert f"hint: remove {option.split()[0]}: --resume uses the value" in done.stderr
     assert not (tmp_path / "more.pth").exists()
-
-
-def test_an_option_that_may_change_is_applied_and_said(tmp_path: Path, full: Path) -> None:
-    resume = ("--devices", "cpu", "--epochs", "2", "--resume", full)
-    changed = ("--no-keep-module-prefix", "--parallel", "none")
-    line = invoked(tmp_path / "more.pth", *resume, *changed).stdout.splitlines()[0]
-    assert "; --epochs 2 instead of --epochs 1" in line
-    assert "; --no-keep-module-prefix instead of --keep-module-prefix" in line
-    assert "; --parallel none instead of --parallel dp" in line
-    made = loaded(tmp_path / "more.pth")
-    assert (made["epoch"], made["args"]["keep_module_prefix"]) == (2, False)
-    assert "conv1.weight" in made["model"]
 
 
 def test_evaluation_within_epochs_and_the_best_checkpoint(tmp_path: Path) -> None:

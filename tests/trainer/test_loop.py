@@ -68,11 +68,13 @@ def test_S19_versions_are_in_the_full_checkpoint(tmp_path: Path) -> None:
 
 
 def test_S19_seeding_reaches_every_generator(prepared: Prepare) -> None:
-    def drawn() -> list[float]:
-        prepared(seed=3)
+    def drawn(seed: int) -> list[float]:
+        prepared(seed=seed)
         return [random.random(), float(numpy.random.random()), torch.rand(()).item()]
 
-    assert drawn() == drawn()
+    first = drawn(3)
+    assert drawn(3) == first
+    assert not {*drawn(4)} & {*first}
 
 
 def test_S19_benchmark_is_restored_after_the_run(

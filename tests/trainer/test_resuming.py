@@ -61,16 +61,17 @@ def test_a_changed_file_is_resumed_likewise(tmp_path: Path) -> None:
     torch_equality.same(two, trained(tmp_path, "more", resume=tmp_path / "back.pth", **options))
 
 
-def test_F5_the_devices_of_a_checkpoint_are_taken_where_they_are(tmp_path: Path) -> None:
+def test_F5_the_options_and_devices_of_a_checkpoint_are_taken(tmp_path: Path) -> None:
     """Simulated devices change what BatchNorm sees: without them, the weights would differ."""
     dp = ("--parallel", "dp", "--devices", "cpu,cpu", "--model", "crnn", "--save-form", "full")
-    invoked(tmp_path / "two.pth", *WORDS, *dp, "--epochs", "2", "--save-every", "1")
+    own = ("--optimizer", "adam", "--lr", "0.003", "--seed", "5", "--epochs", "2")
+    invoked(tmp_path / "two.pth", *WORDS, *dp, *own, "--save-every", "1")
     done = invoked(tmp_path / "more.pth", "--resume", tmp_path / "two.epoch1.pth")
     assert (done.code, done.stderr) == (0, "")
-    assert " instead of " not in done.stdout
+    assert done.stdout.startswith(f"resuming {tmp_path / 'two.epoch1.pth'} after epoch 1\n")
     two, more = loaded(tmp_path / "two.pth"), loaded(tmp_path / "more.pth")
-    assert two["args"]["devices"] == more["args"]["devices"] == ["cpu", "cpu"]
-    assert same(two["model"], more["model"])
+    torch_equality.same(two, more)
+    assert (more["args"]["devices"], more["args"]["lr"]) == (["cpu", "cpu"], 0.003)
 
 
 def test_F5_other_devices_are_said(tmp_path: Path) -> None:
@@ -162,12 +163,15 @@ def test_F9_fewer_images_than_processes_are_refused(monkeypatch: pytest.MonkeyPa
 def test_F9_from_several_devices_to_one_by_the_option_that_one_guesses(tmp_path: Path) -> None:
     train(tmp_path / "dp.pth", **FULL, **RESUMED["dp"])
     resume = ("--resume", tmp_path / "dp.epoch1.pth", "--parallel", "none", "--devices", "cpu")
-    done = invoked(tmp_path / "one.pth", *resume)
+    done = invoked(tmp_path / "one.pth", *resume, "--epochs", "3")
     assert (done.code, done.stderr) == (0, "")
     line = done.stdout.splitlines()[0]
-    assert "--parallel none instead of --parallel dp" in line
-    assert "--no-keep-module-prefix instead of --keep-module-prefix" in line
-    assert "conv1.weight" in loaded(tmp_path / "one.pth")["model"]
+    assert "; --epochs 3 instead of --epochs 2" in line
+    assert "; --parallel none instead of --parallel dp" in line
+    assert "; --no-keep-module-prefix instead of --keep-module-prefix" in line
+    made = loaded(tmp_path / "one.pth")
+    assert (made["epoch"], made["args"]["keep_module_prefix"]) == (3, False)
+    assert "conv1.weight" in made["model"]
     done = invoked(tmp_path / "two.pth", *resume, "--keep-module-prefix")
     assert done.code == 2  # typed: no guess
 
