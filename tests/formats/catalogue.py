@@ -11,6 +11,7 @@ import pytest
 
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.format import Format, Probe
 
 Row = tuple[str, bytes, Any, str]  # the error is a class, or several
@@ -21,6 +22,19 @@ def read_as(format: Format, data: bytes | Path, name: str = "made") -> Checkpoin
     probe = Probe(LocalFile(data) if isinstance(data, Path) else Memory(data, name))
     assert format.matches(probe)
     return format.read(probe)
+
+
+def outcomes(files: Iterable[Path], read: Callable[[LocalFile], object]) -> dict[str, str]:
+    """What becomes of each file: "read", or the name of the error."""
+    found = {}
+    for path in files:
+        try:
+            read(LocalFile(path))
+            found[path.stem] = "read"
+        except CkptkitError as error:
+            found[path.stem] = type(error).__name__
+    assert found
+    return found
 
 
 def change(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:

@@ -196,34 +196,34 @@ class TestSafetensors(FormatConformance):
         yield from (start + end for entry in header.values() for end in entry["data_offsets"])
 
 
-class TestSharded(TestSafetensors):
+class Sharded(FormatConformance):
+    """Two shards and an index; what is in a shard is as the class beside it says."""
+
+    suffix = ""
+    options = Options(shard_size=64)
+    title: tuple[str, str]
+    save: Callable[[State, Path], object]
+
+    def make(self, folder: Path, state: State) -> Path:
+        return make_sharded(folder / "made", *self.title, state, self.save)
+
+    def oracle(self, path: Path) -> State:
+        return oracle_sharded(path, super().oracle)
+
+    def boundaries(self, data: bytes) -> Iterable[int]:
+        return range(0, len(data), 16) if data.startswith(b"{") else super().boundaries(data)
+
+
+class TestSharded(Sharded, TestSafetensors):
     name = "sharded"
-    suffix = ""
-    options = Options(shard_size=64)
-
-    def make(self, folder: Path, state: State) -> Path:
-        return make_sharded(folder / "made", "model", "safetensors", state, save_file)
-
-    def oracle(self, path: Path) -> State:
-        return oracle_sharded(path, super().oracle)
-
-    def boundaries(self, data: bytes) -> Iterable[int]:
-        return range(0, len(data), 16) if data.startswith(b"{") else super().boundaries(data)
+    title = ("model", "safetensors")
+    save = staticmethod(save_file)
 
 
-class TestShardedBin(TestTorchZip):
+class TestShardedBin(Sharded, TestTorchZip):
     name = "sharded-bin"
-    suffix = ""
-    options = Options(shard_size=64)
-
-    def make(self, folder: Path, state: State) -> Path:
-        return make_sharded(folder / "made", "pytorch_model", "bin", state, torch.save)
-
-    def oracle(self, path: Path) -> State:
-        return oracle_sharded(path, super().oracle)
-
-    def boundaries(self, data: bytes) -> Iterable[int]:
-        return range(0, len(data), 16) if data.startswith(b"{") else super().boundaries(data)
+    title = ("pytorch_model", "bin")
+    save = staticmethod(torch.save)
 
 
 class TestPickle(FormatConformance):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.api import convert, recover
 from ckptkit.cli import main
-from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import CkptkitError, CorruptError, TruncatedError, UnsupportedError
 from ckptkit.core.options import Options
 from ckptkit.formats.format import Probe
@@ -270,26 +270,6 @@ def test_a_shorter_save_over_a_longer_one(save: Save, older: str, tmp_path: Path
     save({"model": layers(1)}, path)
     path.write_bytes(path.read_bytes() + old[path.stat().st_size :])
     assert check(path, layers(1)) == set(layers(1))
-
-
-@pytest.fixture
-def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of everything that is read of local files; a test fails when it comes to more than 100 MB."""
-    seen: list[int] = []
-
-    def counting(method: str) -> None:
-        read = getattr(LocalFile, method)
-
-        def counted(source: LocalFile, offset: int, what: Any) -> Any:
-            seen.append(what if isinstance(what, int) else len(what))
-            assert sum(seen) < 100_000_000
-            return read(source, offset, what)
-
-        monkeypatch.setattr(LocalFile, method, counted)
-
-    counting("read")
-    counting("read_into")
-    return seen
 
 
 @pytest.mark.parametrize("save", [save_zip, save_without_sums])

@@ -27,7 +27,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import LIMITS
 from ckptkit.formats.tar import TarMember, first_name, is_tar, read_members
 from tests.conftest import Corpus
-from tests.formats.catalogue import Row, refuses_all
+from tests.formats.catalogue import Row, outcomes, refuses_all
 from tests.formats.containers.tars import BLOCK, archive, header, member, padded, record, records
 
 DATA = b"hello"
@@ -96,23 +96,13 @@ def test_by_hand() -> None:
 # The corpus of tar cases
 
 
-def outcomes(folder: Path) -> dict[str, str]:
-    found = {path.stem: outcome(path) for path in sorted(folder.glob("*.tar"))}
-    assert found
-    return found
-
-
-def outcome(path: Path) -> str:
-    try:
-        read_members(LocalFile(path))
-    except CkptkitError as error:
-        return type(error).__name__
-    return "read"
+def found_in(folder: Path) -> dict[str, str]:
+    return outcomes(folder.glob("*.tar"), read_members)
 
 
 def test_corpus_accept(corpus: Corpus) -> None:
     folder = corpus / "containers/tar/accept"
-    assert set(outcomes(folder).values()) == {"read"}
+    assert set(found_in(folder).values()) == {"read"}
     for path in folder.glob("*.json"):
         members = read_members(LocalFile(path.with_suffix(".tar")))
         for said in json.loads(path.read_text())["expected"]:
@@ -125,7 +115,7 @@ def test_corpus_accept(corpus: Corpus) -> None:
 
 @pytest.mark.parametrize("group", ["malicious", "reject"])
 def test_TR_04_corpus_refused(corpus: Corpus, group: str) -> None:
-    assert "read" not in outcomes(corpus / "containers/tar" / group).values()
+    assert "read" not in found_in(corpus / "containers/tar" / group).values()
 
 
 # How each case of the corpus' undecided group ends, and why.
@@ -153,7 +143,7 @@ IFFY = {
 
 
 def test_corpus_iffy(corpus: Corpus) -> None:
-    assert outcomes(corpus / "containers/tar/iffy") == IFFY
+    assert found_in(corpus / "containers/tar/iffy") == IFFY
 
 
 # Members
