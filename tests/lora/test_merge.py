@@ -824,10 +824,10 @@ def test_weights_of_what_is_no_sum(tmp_path: Path, in_process: Run) -> None:
     path = base(tmp_path, {"fc.weight": values(9, 5)})
     dora = factors("fc", 9, 5) | {"fc.lora_magnitude_vector": torch.ones(9)}
     made, out = adapter(tmp_path, dora, use_dora=True), tmp_path / "out"
-    for factors_given, word in ((("0.5",), "'fc'"), (("1", "1"), "--weight")):
-        words = [word for each in factors_given for word in ("--weight", each)]
+    half, two = ("--weight", "0.5"), ("--weight", "1", "--weight", "1")
+    for words, named in ((half, "'fc'"), (two, "--weight")):
         done = in_process("lora", "merge", *words, path, made, out)
-        assert done.code == 2 and word in done.stderr
+        assert done.code == 2 and named in done.stderr
     with pytest.raises(UsageError, match="finite"):
         ckptkit.merge_lora(path, made, weights=[float("nan")])
     assert not out.exists()

@@ -30,12 +30,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def is_nan(dtype: str, data: bytes) -> np.ndarray:
-    bits = (
-        np.frombuffer(data, "<u2").astype("<u4") << 16
-        if dtype == "BF16"
-        else np.frombuffer(data, "<u4")
-    )
-    return np.isnan(bits.view("<f4"))
+    is_half = dtype == "BF16"
+    bits = np.frombuffer(data, "<u2" if is_half else "<u4").astype("<u4")
+    return np.isnan((bits << 16 if is_half else bits).view("<f4"))
 
 
 def assert_equal(found: Row, expected: Row, name: str) -> None:
@@ -54,27 +51,28 @@ def assert_expected(found: dict[str, Row], case: str, short: str) -> None:
         assert_equal(found[name], theirs, name)
 
 
+def check(source: Path, case: str, folder: Path, short: str = "fp32", prefix: str = "") -> None:
+    """Dequantize a file, and compare the tensors with those of the library."""
+    out = folder / "dequantized.safetensors"
+    ckptkit.save(ckptkit.dequantize(ckptkit.open(source), DTYPES[short]), out)
+    found = {name.removeprefix(prefix): each for name, each in read(out).items()}
+    assert_expected(found, case, short)
+    assert not quantized.find(ckptkit.open(out))  # nothing of it is left
+
+
 @pytest.mark.parametrize("short", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_every_byte_is_that_of_the_library(case: str, short: str, tmp_path: Path) -> None:
-    ck = ckptkit.dequantize(ckptkit.open(FOLDER / case), DTYPES[short])
-    ckptkit.save(ck, tmp_path / "out.safetensors")
-    found = read(tmp_path / "out.safetensors")
-    assert_expected(found, case, short)
-    assert not quantized.find(ckptkit.open(tmp_path / "out.safetensors"))  # nothing of it is left
+    check(FOLDER / case, case, tmp_path, short)
 
 
 @pytest.mark.parametrize("case", PICKLED)
-def test_pickled_subclasses_are_read_like_their_files(case: str, tmp_path: Path, run: Run) -> None:
-    done = run(
-        "convert",
-        FOLDER / case / "model.pth",
-        tmp_path / "out.safetensors",
-        "--dequantize",
-        "float32",
-    )
-    assert done.code == 0, done.stderr
-    assert_expected(read(tmp_path / "out.safetensors"), case, "fp32")
+def test_pickled_subclasses_are_read_like_their_files(case: str, tmp_path: Path) -> None:
+    source = FOLDER / case / "model.pth"
+    check(source, case, tmp_path)
+    with pytest.raises(TensorError, match="subclass") as raised:  # safetensors cannot hold them
+        ckptkit.save(source, tmp_path / "out.safetensors")
+    assert "dequantize converts quantized tensors" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -99,26 +97,28 @@ def test_the_command_line_writes_shards_and_a_configuration_that_says_nothing(
     done = run("convert", case, tmp_path / "out", "--dequantize", "--shard-size", "100kB")
     assert done.code == 0, done.stderr
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert (
-        not any("scale" in name for name in index["weight_map"])
-        and len(set(index["weight_map"].values())) > 1
-    )
+    places = index["weight_map"]
+    assert not any("scale" in name for name in places) and len(set(places.values())) > 1
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     before = json.loads((case / "config.json").read_text())
     del before["quantization_config"]
     assert config == before
     assert "2 weights: fp8 128x128 -> bfloat16" in done.stdout and "weight_scale_inv" in done.stdout
     shards = [read(path) for path in (tmp_path / "out").glob("*.safetensors")]
-    assert_expected(
-        {name: row for shard in shards for name, row in shard.items()}, "fp8-deepseek", "bf16"
-    )
+    found = {name: row for shard in shards for name, row in shard.items()}
+    assert_expected(found, "fp8-deepseek", "bf16")
 
 
-def test_without_a_dtype_the_configuration_decides(tmp_path: Path) -> None:
-    weights = ckptkit.dequantize(ckptkit.open(FOLDER / "gptq-int8")).weights
-    assert weights["model.layers.0.self_attn.q_proj.weight"].dtype.name == "float16"
-    weights = ckptkit.dequantize(ckptkit.open(FOLDER / "fp8-fbgemm")).weights
-    assert weights["model.layers.0.mlp.gate_proj.weight"].dtype.name == "bfloat16"
+@pytest.mark.parametrize(
+    ("case", "name", "dtype"),
+    [
+        ("gptq-int8", "self_attn.q_proj", "float16"),
+        ("fp8-fbgemm", "mlp.gate_proj", "bfloat16"),
+    ],
+)
+def test_without_a_dtype_the_configuration_decides(case: str, name: str, dtype: str) -> None:
+    weights = ckptkit.dequantize(ckptkit.open(FOLDER / case)).weights
+    assert weights[f"model.layers.0.{name}.weight"].dtype.name == dtype
 
 
 def test_names_of_wrappers_are_not_in_the_qmap_of_quanto(tmp_path: Path) -> None:
@@ -126,13 +126,7 @@ def test_names_of_wrappers_are_not_in_the_qmap_of_quanto(tmp_path: Path) -> None
     (tmp_path / "quanto_qmap.json").write_bytes((case / "quanto_qmap.json").read_bytes())
     wrapped = ckptkit.add_prefix(ckptkit.open(case), "module.")
     ckptkit.save(wrapped, tmp_path / "model.safetensors")
-    ckptkit.save(
-        ckptkit.dequantize(tmp_path / "model.safetensors", "float32"), tmp_path / "o.safetensors"
-    )
-    found = read(tmp_path / "o.safetensors")
-    assert_expected(
-        {name.removeprefix("module."): row for name, row in found.items()}, case.name, "fp32"
-    )
+    check(tmp_path / "model.safetensors", case.name, tmp_path, prefix="module.")
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
@@ -143,12 +137,4 @@ def test_the_config_beside_a_compressed_file_is_read(suffix: str, tmp_path: Path
     packed = tmp_path / f"model{suffix}.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     plain.unlink()
-    ckptkit.save(ckptkit.dequantize(packed, "float32"), tmp_path / "o.safetensors")
-    assert_expected(read(tmp_path / "o.safetensors"), case.name, "fp32")
-
-
-@pytest.mark.parametrize("case", PICKLED)
-def test_what_safetensors_cannot_hold_may_be_dequantized(case: str, tmp_path: Path) -> None:
-    with pytest.raises(TensorError, match="subclass") as raised:
-        ckptkit.save(FOLDER / case / "model.pth", tmp_path / "out.safetensors")
-    assert "dequantize converts quantized tensors" in str(raised.value.hint)
+    check(packed, case.name, tmp_path)
