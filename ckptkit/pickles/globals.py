@@ -378,11 +378,6 @@ _TENSORS = tuple(
 _MODULES = ("torch", "torch.cuda")
 
 
-def _built_array(target: Object, state: State) -> bool:
-    ndarray.built(target, state)
-    return False
-
-
 def _built_tensor(target: Object, state: State) -> bool:
     """Evaluate the state (storage, offset, size, stride) of a call such as torch.FloatTensor().
 
@@ -437,7 +432,7 @@ def built(target: Object, state: Node) -> bool:
 
 
 _BUILDERS: dict[tuple[str, str], Builder] = {
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): _built_array for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): ndarray.built for core in ("core", "_core")},
     **dict.fromkeys(product(_MODULES, _TENSORS), _built_tensor),
     ("torch.nn.parameter", "Parameter"): _built_variable,
     ("torch.autograd.variable", "Variable"): _built_variable,

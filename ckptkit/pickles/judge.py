@@ -32,7 +32,7 @@ import sys
 from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache, partial, reduce
-from itertools import product, repeat
+from itertools import chain, product, repeat
 from math import prod
 from operator import or_
 from pathlib import Path
@@ -191,21 +191,18 @@ class Mask:
 class Tuple:
     """Matches tuples whose items match `shapes`.
 
-    The last `optional` items may be missing. If `rest` is not None, all further items must match
-    `rest`.
+    The last `optional` items may be missing. All further items must match `rest`. By default, no
+    further item matches.
     """
 
-    def __init__(self, shapes: list[Shape], optional: int, rest: Shape | None) -> None:
+    def __init__(self, shapes: list[Shape], optional: int, rest: Shape) -> None:
         self.shapes, self.needed, self.rest = shapes, len(shapes) - optional, rest
 
     def __call__(self, view: View, value: Any) -> bool:
         if not isinstance(value, tuple) or len(value) < self.needed:
             return False
-        if len(value) > len(self.shapes) and self.rest is None:
-            return False
-        more = () if self.rest is None else repeat(self.rest, len(value) - len(self.shapes))
-        matched = zip((*self.shapes, *more), value, strict=False)
-        return all(fits(view, each) for fits, each in matched)
+        shapes = chain(self.shapes, repeat(self.rest))
+        return all(fits(view, each) for fits, each in zip(shapes, value, strict=False))
 
 
 class AnyOf:
@@ -282,7 +279,7 @@ def _by_sorts(shape: Shape, depth: int = 2) -> bool:
     if isinstance(shape, AnyOf):
         return all(_by_sorts(each, depth) for each in shape.shapes)
     if isinstance(shape, Tuple):
-        inner = [*shape.shapes, *([] if shape.rest is None else [shape.rest])]
+        inner = (*shape.shapes, shape.rest)
         return depth > 0 and all(_by_sorts(each, depth - 1) for each in inner)
     if isinstance(shape, partial):
         sorts = shape.args[0] if shape.func in (_dict, deep) else 0
@@ -337,7 +334,7 @@ def _one(words: list[str], known: dict[str, Shape]) -> Shape:
                 rest = shapes.pop()
                 words.pop()
         _end(words, ")")
-        return Tuple(shapes, optional, rest)
+        return Tuple(shapes, optional, rest or Mask(0))
     if word == "<":
         sorts = 0
         while words[-1] != ">":
@@ -377,7 +374,7 @@ _SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8, 12, 16
 _TYPE_TEXT = re.compile(r"[<>|=]?([biufcMmO])(\d\d?)|[<>|=]?([SUV])(\d{1,9})")
 # Flags of NumPy for a dtype with objects: ITEM_REFCOUNT, LIST_PICKLE, NEEDS_INIT and NEEDS_PYAPI
 _NEEDS_OBJECTS = 27
-_OBJECT = 63
+_FLAGS = {"O": 63, "U": 8}  # of other dtypes: 0
 _HARMLESS = 8 | 16 | 128  # NEEDS_INIT, NEEDS_PYAPI and ALIGNED_STRUCT
 # Maximum size in bytes of an element with objects. The data of an array with objects is a list, and
 # NumPy allocates one element for each item of the list.
@@ -414,35 +411,33 @@ def built_dtype(view: View, fresh: NumpyType | None, state: Node) -> NumpyType |
     elif metadata is not None and pairs(view, metadata) is None:
         return None
     is_plain = subarray is None and names is None and fields is None
-    objects = False
     if fresh.kind != "V":
-        if fresh.kind == "O":
-            fits, objects = (size, align, flags) == (-1, -1, _OBJECT), True
-        elif fresh.kind in "SU":
-            fits = size == fresh.size and flags == (8 if fresh.kind == "U" else 0)
-            fits = fits and align in (1, 4)
-        else:
-            fits = (size, align, flags) == (-1, -1, 0)
-        return fresh._replace(objects=objects) if fits and is_plain else None
+        sizes = (fresh.size, (1, 4)) if fresh.kind in "SU" else (-1, (-1,))
+        fits = size == sizes[0] and align in sizes[1] and flags == _FLAGS.get(fresh.kind, 0)
+        return fresh._replace(objects=fresh.kind == "O") if fits and is_plain else None
     if size != fresh.size or not 1 <= align <= 64:
         return None
     if is_plain:
         return fresh if flags == 0 else None
     if subarray is None:  # a record
-        found = _fields_of(view, names, fields, size)
-        objects = found is not None and any(each.objects for each in found)
-        fits = found is not None
+        inside = _fields_of(view, names, fields, size)
+    elif names is None and fields is None:
+        inside = _element_of(view, subarray, size)
     else:
-        base, shape = subarray if isinstance(subarray, tuple) and len(subarray) == 2 else (None, ())
-        base = view.numpy(base)
-        fits = names is None and fields is None and is_shape(shape)
-        fits = fits and base is not None and not base.objects and base.size * prod(shape) == size
-    if objects:
-        fits = fits and flags & _NEEDS_OBJECTS == _NEEDS_OBJECTS
-        fits = fits and flags <= 255 and size <= _LARGEST
-    else:
-        fits = fits and not flags & ~_HARMLESS
-    return fresh._replace(objects=objects) if fits else None
+        inside = None
+    if inside is None or not any(each.objects for each in inside):
+        return fresh if inside is not None and not flags & ~_HARMLESS else None
+    fits = flags & _NEEDS_OBJECTS == _NEEDS_OBJECTS and flags <= 255 and size <= _LARGEST
+    return fresh._replace(objects=True) if fits else None
+
+
+def _element_of(view: View, subarray: Node, size: int) -> list[NumpyType] | None:
+    """Return the type of the elements of a subarray dtype. Return None for an invalid one."""
+    base, shape = subarray if isinstance(subarray, tuple) and len(subarray) == 2 else (None, ())
+    found = view.numpy(base)
+    if found is None or found.objects or not is_shape(shape):
+        return None
+    return [found] if found.size * prod(shape) == size else None
 
 
 def _is_unit(view: View, value: Node) -> bool:

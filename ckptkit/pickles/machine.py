@@ -154,6 +154,11 @@ def _numbers(code: bytes) -> tuple[int, ...]:
     return tuple(found)
 
 
+def renamed(module: str, name: str) -> tuple[str, str]:
+    """Return the module and name that Python 3 uses for a name of Python 2."""
+    return NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+
+
 class Machine:
     """Runs one pickle.
 
@@ -519,9 +524,7 @@ class Machine:
         if module.__class__ is str and name.__class__ is str:
             check("name_bytes", len(module) + len(name), "characters of a global's name")
             if self.protocol < 3:
-                module, name = NAME_MAPPING.get(
-                    (module, name), (IMPORT_MAPPING.get(module, module), name)
-                )
+                module, name = renamed(module, name)
         return self.builder.name(module, name)
 
     def _line(self, limit: str | None = None) -> bytes:

@@ -22,6 +22,7 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import ByteString, Global, Node, Object, StoredBytes
 
+_NAME = re.compile("[a-z][0-9]{1,3}")
 _KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex", "b": "bool"}
 _STRUCT = {
     "float16": "e", "float32": "f", "float64": "d", "bool": "?", "complex64": "ff",
@@ -29,14 +30,17 @@ _STRUCT = {
 }  # fmt: skip
 
 
-def built(target: Object, state: Node) -> None:
-    """Set `target.tensor` if `target` is a `_reconstruct` call for a numeric array."""
-    if not isinstance(state, tuple) or len(state) not in (4, 5):
-        return
-    shape, dtype, fortran, data = state[-4:]
-    if not isinstance(shape, tuple):
-        raise FormatError("the pickle of a numpy array contains no shape")
-    target.tensor = _array(dtype, shape, bool(fortran), data)
+def built(target: Object, state: Node) -> bool:
+    """Set `target.tensor` if `target` is a `_reconstruct` call for a numeric array.
+
+    Return False: the object does not become a plain tensor.
+    """
+    if isinstance(state, tuple) and len(state) in (4, 5):
+        shape, dtype, fortran, data = state[-4:]
+        if not isinstance(shape, tuple):
+            raise FormatError("the pickle of a numpy array contains no shape")
+        target.tensor = _array(dtype, shape, bool(fortran), data)
+    return False
 
 
 def from_buffer(made: Global, args: tuple[Node, ...]) -> Node:
@@ -103,11 +107,7 @@ def _dtype(node: Node) -> tuple[DType, bool] | None:
     if not isinstance(node, Object) or node.global_ is None or str(node.global_) != "numpy.dtype":
         return None
     name = node.args[0] if isinstance(node.args, tuple) and node.args else None
-    if (
-        not isinstance(name, str)
-        or not re.fullmatch("[a-z][0-9]{1,3}", name)
-        or len(node.steps) > 1
-    ):
+    if len(node.steps) > 1 or not isinstance(name, str) or not _NAME.fullmatch(name):
         return None
     kind, size = _KINDS.get(name[0]), int(name[1:])
     found = BY_NUMPY.get(kind if kind == "bool" else f"{kind}{size * 8}")

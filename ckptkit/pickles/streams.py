@@ -15,6 +15,7 @@ from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.text import typed_value
 from ckptkit.core.tree import ByteString, Global, Node, StoredBytes
 from ckptkit.pickles import judge
+from ckptkit.pickles.machine import NAMES
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # value of the first pickle in a legacy torch.save file
 TORCH_LOAD = "torch.load"
@@ -181,8 +182,6 @@ _HEADS = (
     *(bytes((0x80, protocol)) for protocol in range(2, 6)),
     *(b"PK\3\4", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x93NUMPY"),
 )
-# All opcodes. A pickle of protocol 0 or 1 may begin with any opcode.
-OPCODES = frozenset((*b"().012BCFGIJKLMNPQRSTUVX]abcdeghijlopqrstu}", *range(0x80, 0x99)))
 
 
 def looks_like_a_file(head: bytes) -> bool:
@@ -193,9 +192,9 @@ def looks_like_a_file(head: bytes) -> bool:
 def looks_like_a_pickle(head: bytes) -> bool:
     """Return whether a file with these first bytes may be a pickle.
 
-    Protocols 0 and 1 have no signature.
+    Protocols 0 and 1 have no signature: such a pickle may begin with any opcode.
     """
-    return len(head) > 2 and head[0] in OPCODES
+    return len(head) > 2 and head[0] in NAMES
 
 
 def holds_calls(value: Node) -> bool:

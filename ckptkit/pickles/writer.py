@@ -21,12 +21,7 @@ The writer always uses the following calls, even if the original file contains a
 
 from __future__ import annotations
 
-from _compat_pickle import (
-    IMPORT_MAPPING,
-    NAME_MAPPING,
-    REVERSE_IMPORT_MAPPING,
-    REVERSE_NAME_MAPPING,
-)
+from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
 from collections.abc import Callable, Iterator
 from struct import Struct, pack
 from typing import Any, NamedTuple
@@ -54,6 +49,7 @@ from ckptkit.core.tree import (
     StoredList,
 )
 from ckptkit.pickles.judge import refused_by_weights_only
+from ckptkit.pickles.machine import renamed
 from ckptkit.pickles.policy import Policy, without_objects
 from ckptkit.pickles.streams import check_no_calls
 
@@ -290,8 +286,7 @@ class _Writer:
         spelled = REVERSE_NAME_MAPPING.get(
             name, (REVERSE_IMPORT_MAPPING.get(node.module, node.module), node.name)
         )
-        module = IMPORT_MAPPING.get(spelled[0], spelled[0])
-        if NAME_MAPPING.get(spelled, (module, spelled[1])) != name:
+        if renamed(*spelled) != name:
             self.needed = 4
         return spelled
 
