@@ -148,14 +148,10 @@ KINDS: Mapping[str, Damage] = {
     "blocks swapped": swap, "tail zeroed": zero_tail, "cut": cut, "appended": append, "block doubled": duplicate,
     "overwritten from another file": overwrite, "headers damaged": head,
 }  # fmt: skip
+# Seen without checksums.
 TELLING = (
-    "bytes inserted",
-    "bytes deleted",
-    "tail zeroed",
-    "cut",
-    "appended",
-    "block doubled",
-)  # without checksums
+    "bytes inserted", "bytes deleted", "tail zeroed", "cut", "appended", "block doubled",
+)  # fmt: skip
 
 
 @cache

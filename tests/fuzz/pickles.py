@@ -111,28 +111,18 @@ def _tensor(choices: Choices, depth: int) -> Node:
     )  # fmt: skip
     rank = choices.randrange(3)
     shape = group("tuple", *(const(choices.choice((1, 2, 2, 0))) for _ in range(rank)))
-    stride = group(
-        "tuple",
-        *(
-            const(choices.choice((1, 1, 1, 0, 2)))
-            for _ in range(rank if choices.random() < 0.97 else 1)
-        ),
-    )
+    steps = rank if choices.random() < 0.97 else 1
+    stride = group("tuple", *(const(choices.choice((1, 1, 1, 0, 2))) for _ in range(steps)))
     args = [
         ("binpersid", None, (group("tuple", *parts, const(numel)),)),
         const(choices.choice((0, 0, 0, 1))), shape, stride,
     ]  # fmt: skip
     args += [const(kind in ("Float", "Half") and choices.random() < 0.5), HOOKS]
     rebuild = named("torch._utils", "_rebuild_tensor_v2")
-    made = call(
-        rebuild,
-        *args,
-        *(
-            [mapping(const(choices.choice(("neg", "conj"))), const(True))]
-            if choices.random() < 0.15
-            else []
-        ),
-    )
+    bits = []
+    if choices.random() < 0.15:
+        bits = [mapping(const(choices.choice(("neg", "conj"))), const(True))]
+    made = call(rebuild, *args, *bits)
     if choices.random() < 0.15:
         return apply("torch._utils._rebuild_parameter", made, const(True), HOOKS)
     if choices.random() < 0.15:

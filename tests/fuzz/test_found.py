@@ -81,38 +81,25 @@ def journal_with(change: Callable[[dict[str, Any]], object], inode: int) -> byte
     return data + hashlib.sha256(data).digest()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda numbers: numbers["spans"][0].__setitem__(0, 1 << 64),
-        lambda numbers: numbers["spans"][0].__setitem__(0, -1),
-        lambda numbers: numbers["spans"][0].__setitem__(0, 1.5),
-        lambda numbers: numbers["spans"][0].__setitem__(1, True),
-        lambda numbers: numbers["breaks"].__setitem__(0, 1 << 70),
-        lambda numbers: numbers.update(before=0),
-        lambda numbers: numbers.update(before=1 << 62),
-        lambda numbers: numbers.update(after=60),
-        lambda numbers: numbers["spans"].pop(),
-    ],
-    ids=[
-        "huge",
-        "negative",
-        "half",
-        "true",
-        "huge-break",
-        "nothing-before",
-        "more-before",
-        "less-after",
-        "left-over",
-    ],
-)
-def test_numbers_of_a_journal_that_are_no_places(
-    change: Callable[[dict[str, Any]], object], tmp_path: Path
-) -> None:
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "huge": lambda numbers: numbers["spans"][0].__setitem__(0, 1 << 64),
+    "negative": lambda numbers: numbers["spans"][0].__setitem__(0, -1),
+    "half": lambda numbers: numbers["spans"][0].__setitem__(0, 1.5),
+    "true": lambda numbers: numbers["spans"][0].__setitem__(1, True),
+    "huge-break": lambda numbers: numbers["breaks"].__setitem__(0, 1 << 70),
+    "nothing-before": lambda numbers: numbers.update(before=0),
+    "more-before": lambda numbers: numbers.update(before=1 << 62),
+    "less-after": lambda numbers: numbers.update(after=60),
+    "left-over": lambda numbers: numbers["spans"].pop(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_numbers_of_a_journal_that_are_no_places(name: str, tmp_path: Path) -> None:
     """They went into the system's calls, which raised what is no error of ours."""
     path = tmp_path / "run.pth"
     path.write_bytes(seeds.EDITED)
-    Path(journal_path(path)).write_bytes(journal_with(change, path.stat().st_ino))
+    Path(journal_path(path)).write_bytes(journal_with(CHANGES[name], path.stat().st_ino))
     with pytest.raises(CkptkitError, match="incomplete"):
         in_place.check_journals(str(path), undo=True)
     assert path.read_bytes() == seeds.EDITED

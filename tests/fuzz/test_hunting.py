@@ -164,17 +164,17 @@ BAD = {
     "defaults": adam(group("list"), defaults=duck(setdefault=FIRE)),
     "endless": made(("torch.nn.modules.linear", "Linear"), mapping(const("_buffers"), apply("itertools.count"))),
 }  # fmt: skip
+MODULE = stored(const("module"), FIRE, NONE, NONE)
+ELSEWHERE = (
+    const("storage"),
+    named("torch", "FloatStorage"),
+    const("0"),
+    duck(startswith=FIRE),
+    const(1),
+)
 LEGACY = {
-    "legacy-factory": adam(
-        group("list", apply("collections.defaultdict", stored(const("module"), FIRE, NONE, NONE)))
-    ),
-    "legacy-location": stored(
-        const("storage"),
-        named("torch", "FloatStorage"),
-        const("0"),
-        duck(startswith=FIRE),
-        const(1),
-    ),
+    "legacy-factory": adam(group("list", apply("collections.defaultdict", MODULE))),
+    "legacy-location": stored(*ELSEWHERE),
 }
 EVIL_CALL = b"cusercode\nfire\n(S'x'\ntR"
 BARE = {  # files that nothing but their first bytes makes pickles

@@ -38,19 +38,12 @@ class Writers(Hunt):
         word = self.random.choice(EDITED)
         folder = Path(self.folder.name)
         source, to, back = folder / "made.pth", folder / f"written{suffix}", folder / "back.pth"
-        whole = mapping(const("module.a"), TENSOR, const("b"), made_.node)
+        both = mapping(const("module.a"), TENSOR, const("b"), made_.node)
         try:
-            source.write_bytes(made_._replace(node=whole, container="zip").data())
+            source.write_bytes(made_._replace(node=both, container="zip").data())
             steps = [step(word, **ARGUMENTS[word])] if self.random.random() < 0.7 else []
-            convert(
-                source,
-                to,
-                *steps,
-                format=format,
-                all=suffix == ".safetensors",
-                force=True,
-                keep_format=False,
-            )
+            whole = suffix == ".safetensors"
+            convert(source, to, *steps, format=format, all=whole, force=True, keep_format=False)
             if suffix == ".pth":
                 return to.read_bytes()
             convert(to, back, force=True, keep_format=False)

@@ -82,13 +82,9 @@ def v3(dtype: bytes, elements: int, offset: int = 0) -> bytes:
 
 
 TYPES = {
-    b"int64": 2,
-    b"float16": 8,
-    b"uint16": 8,
-    b"complex128": 1,
-    b"float8_e5m2": 16,
+    b"int64": 2, b"float16": 8, b"uint16": 8, b"complex128": 1, b"float8_e5m2": 16,
     b"bcomplex32": 4,
-}
+}  # fmt: skip
 CALLS: dict[str, tuple[bytes, dict[str, Any]]] = {
     **{dtype.decode(): (v3(dtype, n), {"dtype": BY_NAME[dtype.decode()], "shape": (n,), "nbytes": 16, "layout": "strided"})
        for dtype, n in TYPES.items()},

@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -590,12 +590,8 @@ def test_TM_02_ranks() -> None:
     for size, stride in ((b"K\x04\x85", b")"), (HUGE * 3 + b"\x87", HUGE * 3 + b"\x87")):
         with pytest.raises(TensorError):
             with_storages(_tensor(size=size, stride=stride))
-    assert (
-        with_storages(
-            _tensor(size=b"(" + b"K\x01" * 64 + b"t", stride=b"(" + b"K\x01" * 64 + b"t")
-        ).root.numel
-        == 1
-    )
+    ones = b"(" + b"K\x01" * 64 + b"t"
+    assert with_storages(_tensor(size=ones, stride=ones)).root.numel == 1
 
 
 def test_TM_02_sizes_by_a_call_with_odd_arguments() -> None:
@@ -604,29 +600,23 @@ def test_TM_02_sizes_by_a_call_with_odd_arguments() -> None:
             with_storages(_tensor(size=b"ctorch\nSize\n" + args + b"R"))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda i: b"L%dL\n" % (i * (2**61 - 1)),
-        lambda i: b"G" + struct.pack(">d", i),
-        lambda i: b"J" + struct.pack("<i", i) + b"\x85",
-    ],
-    ids=["integers", "floats", "tuples"],
-)
-def test_PK_24_D_34_hashes_of_the_files_choosing(make: Any, tmp_path: Path) -> None:
-    data = b"}(" + b"".join(make(i) + b"N" for i in range(1, 200_001)) + b"u."
+HASHES: dict[str, Callable[[int], bytes]] = {
+    "integers": lambda i: b"L%dL\n" % (i * (2**61 - 1)),
+    "floats": lambda i: b"G" + struct.pack(">d", i),
+    "tuples": lambda i: b"J" + struct.pack("<i", i) + b"\x85",
+}
+
+
+@pytest.mark.parametrize("kind", HASHES)
+def test_PK_24_D_34_hashes_of_the_files_choosing(kind: str, tmp_path: Path) -> None:
+    data = b"}(" + b"".join(HASHES[kind](i) + b"N" for i in range(1, 200_001)) + b"u."
     assert outcome(data, tmp_path).read == "LimitError"
 
 
 def test_PK_24_keys_that_share_a_large_part(tmp_path: Path) -> None:
     part = b"(" + b"X\x00\0\0\0" * 10_000 + b"tq\x00"
-    data = (
-        b"("
-        + part
-        + b"}("
-        + b"".join(b"h\x00J" + struct.pack("<i", i) + b"\x86N" for i in range(9_000))
-        + b"ut."
-    )
+    keys = (b"h\x00J" + struct.pack("<i", i) + b"\x86N" for i in range(9_000))
+    data = b"(" + part + b"}(" + b"".join(keys) + b"ut."
     assert outcome(data, tmp_path).read == "LimitError"
 
 

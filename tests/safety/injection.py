@@ -45,14 +45,8 @@ class Call(NamedTuple):
 @cache
 def has_strace() -> bool:
     program = shutil.which("strace")
-    works = (
-        program
-        and subprocess.run(
-            [program, "-qq", "-o", os.devnull, "true"], capture_output=True
-        ).returncode
-        == 0
-    )
-    return bool(works)
+    command = [program or "strace", "-qq", "-o", os.devnull, "true"]
+    return program is not None and not subprocess.run(command, capture_output=True).returncode
 
 
 def needs_strace() -> None:
@@ -101,11 +95,8 @@ def calls(arguments: Sequence[object], cwd: Path, names: Sequence[str] = CHANGES
 
 def injected(arguments: Sequence[object], cwd: Path, call: Call, what: str) -> Done:
     """ckptkit with `what` (``signal=KILL``, ``error=EIO``) injected at a call."""
-    options = (
-        "-o", os.devnull, "-e", f"trace={call.name}", "-e",
-        f"inject={call.name}:{what}:when={call.number}",
-    )  # fmt: skip
-    return traced(arguments, cwd, *options)
+    inject = f"inject={call.name}:{what}:when={call.number}"
+    return traced(arguments, cwd, "-o", os.devnull, "-e", f"trace={call.name}", "-e", inject)
 
 
 @contextmanager

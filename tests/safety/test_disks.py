@@ -111,14 +111,9 @@ def test_DS_04_somebody_else_fills_the_disk_meanwhile(
     with pytest.raises(
         OutputError, match=r"No space left on device: needs [0-9,]+ bytes, but [0-9,]+ are free"
     ):
-        convert(
-            small,
-            out,
-            force=True,
-            progress=meanwhile,
-            options=Options(**options),
-            format="sharded-bin" * bool(options) or None,
-        )
+        kind = "sharded-bin" if options else None
+        made = Options(**options)
+        convert(small, out, force=True, progress=meanwhile, options=made, format=kind)
     assert leftovers(disk.place) == []
     assert not out.exists() if options else out.read_bytes() == OLD
 

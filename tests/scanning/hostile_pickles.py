@@ -102,15 +102,8 @@ _HOOK = pickle2(
     name("collections.Counter") + b")\x81}" + text("__setstate__") + name("os.system") + b"sb" + text(TOUCH) + b"b"
 )  # fmt: skip
 _PARTIAL = call("functools.partial", name("os.system"), text(TOUCH))
-_MEMO = (
-    b"\x80\x04"
-    + short("os")
-    + b"\x94"
-    + short("system")
-    + b"\x9400h\0h\1\x93"
-    + short(TOUCH)
-    + b"\x85R."
-)
+_NAMES = short("os") + b"\x94" + short("system") + b"\x9400h\0h\1\x93"
+_MEMO = b"\x80\x04" + _NAMES + short(TOUCH) + b"\x85R."
 _CRC = {"crc": 0x12345678}
 
 # Calls, in every way that a pickle can make one.
@@ -302,15 +295,8 @@ DISGUISED = {
 
 def beside_a_tensor(body: bytes) -> Case:
     """A checkpoint of one tensor, and a value that some pickle leaves."""
-    data = (
-        b"\x80\4}"
-        + text("w")
-        + tensor(storage(numel=2), (2,))
-        + b"s"
-        + text("extra")
-        + body
-        + b"s."
-    )
+    entry = text("w") + tensor(storage(numel=2), (2,)) + b"s"
+    data = b"\x80\4}" + entry + text("extra") + body + b"s."
     return Case(".pth", archive(data, Member("archive/data/0", b"\0\0\x80?" * 2)), "")
 
 

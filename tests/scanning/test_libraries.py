@@ -39,51 +39,29 @@ OF_PYTHON: dict[str, Callable[[], Any]] = {
     "datetime": lambda: [datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC), datetime.timedelta(1)],
     "numbers": lambda: [decimal.Decimal("1.5"), fractions.Fraction(1, 2), 1j],
     "paths": lambda: [
-        pathlib.PurePosixPath("a/b"),
-        uuid.uuid4(),
-        re.compile("a"),
-        slice(1, None),
-        range(3),
-    ],
+        pathlib.PurePosixPath("a/b"), uuid.uuid4(), re.compile("a"), slice(1, None), range(3)],
     "bags": lambda: [
-        argparse.Namespace(a=[1]),
-        types.SimpleNamespace(b={"c": 2}),
-        collections.ChainMap({"a": 1}),
-    ],
+        argparse.Namespace(a=[1]), types.SimpleNamespace(b={"c": 2}),
+        collections.ChainMap({"a": 1})],
     "containers": lambda: [
-        collections.deque([1], 5),
-        collections.Counter("aab"),
-        frozenset("ab"),
-        {1, 2},
-    ],
+        collections.deque([1], 5), collections.Counter("aab"), frozenset("ab"), {1, 2}],
     "factories": lambda: collections.defaultdict(collections.OrderedDict, a=1),
     "partial": lambda: functools.partial(torch.nn.functional.gelu, approximate="tanh"),
     "random": lambda: random.Random(0),
     "typing": lambda: [typing.Optional[int], typing.Dict[str, int], typing.Any],  # noqa: UP006, UP045
     "error": lambda: ValueError("x"),
-}
+}  # fmt: skip
 OF_NUMPY: dict[str, Callable[[], Any]] = {
     "scalars": lambda: [
-        np.float64(1),
-        np.int32(2),
-        np.bool_(True),
-        np.datetime64("2026-01-01"),
-        np.str_("x"),
-    ],
+        np.float64(1), np.int32(2), np.bool_(True), np.datetime64("2026-01-01"), np.str_("x")],
     "arrays": lambda: [
-        np.ones(3),
-        np.asfortranarray(np.ones((2, 3))),
-        np.array(["a", None], dtype=object),
-    ],
+        np.ones(3), np.asfortranarray(np.ones((2, 3))), np.array(["a", None], dtype=object)],
     "records": lambda: np.zeros(2, dtype=[("a", "f4"), ("b", "i8")]),
     "masked": lambda: np.ma.array([1, 2], mask=[0, 1]),
     "generators": lambda: [
-        np.random.RandomState(0),
-        np.random.default_rng(0),
-        np.random.get_state(),
-    ],
+        np.random.RandomState(0), np.random.default_rng(0), np.random.get_state()],
     "types": lambda: [np.float32, np.dtype("f4"), np.ndarray],
-}
+}  # fmt: skip
 
 
 def _optimizer() -> Any:

@@ -57,13 +57,11 @@ from tests.scanning.hostile_pickles import (
 METHOD = FOLDER / "torch-zip/bound_method.pth"  # calls getattr
 MODULES = [FOLDER / "torch-zip/module.pth", FOLDER / "torch-zip/sync_batch_norm.pth"]
 SHARDS = sorted(FOLDER.glob("parallel/*/*.pt"))  # ShardedTensors of FSDP1
+_OTHERS = (METHOD, *MODULES, *SHARDS)
 FILES = sorted(
-    path
-    for path in FOLDER.rglob("*")
-    if path.is_file()
-    and path.suffix not in (".py", ".pyc")
-    and path not in (METHOD, *MODULES, *SHARDS)
-)
+    path for path in FOLDER.rglob("*")
+    if path.is_file() and path.suffix not in (".py", ".pyc") and path not in _OTHERS
+)  # fmt: skip
 
 # Scans all cases in a process that is watched: nothing of them may be imported, opened for writing,
 # or run.
