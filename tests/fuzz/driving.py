@@ -32,11 +32,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LARGE = 1 << 20  # bytes of outputs and tensors that are not looked at any more
-WRITERS = (
-    ("torch-zip", False),
-    ("safetensors", False),
-    ("safetensors", True),
-)  # and whether everything is kept
+# Formats, and whether everything is kept.
+WRITERS = (("torch-zip", False), ("safetensors", False), ("safetensors", True))
 LINES = 250_000  # that may be shown of one file
 
 
@@ -116,9 +113,8 @@ def rewrite(checkpoint: Checkpoint, name: str, everything: bool) -> None:
         return
     again, plain = read_own(data), named(checkpoint)
     twice = written(again, name, everything)
-    if formats.holds_program(checkpoint) or not (
-        name == "torch-zip" or everything
-    ):  # the weights alone
+    # Of a program, and in safetensors, the weights alone.
+    if formats.holds_program(checkpoint) or not (name == "torch-zip" or everything):
         assert {key: each for key, each in named(again).items() if key in plain} == plain
     else:
         assert tensors(again) == tensors(checkpoint)

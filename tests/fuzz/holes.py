@@ -37,9 +37,11 @@ def target(node: Node) -> Node:
 
 
 def is_pid(node: Node, kind: str) -> bool:
-    return (
-        node[0] == "binpersid" and node[2][0][0] == "tuple" and node[2][0][2][:1] == (const(kind),)
-    )
+    return node[0] == "binpersid" and _is_id(node[2][0], kind)
+
+
+def _is_id(node: Node, kind: str) -> bool:
+    return node[0] == "tuple" and node[2][:1] == (const(kind),)
 
 
 def memo_index(node: Node) -> Node | None:
@@ -74,11 +76,9 @@ def location(node: Node) -> Node | None:
         each if type(each[1]) is type(good[1]) and each[0] == "const" else good
         for each, good in zip(rest, plain, strict=False)
     ]
-    return (
-        ("binpersid", None, (group("tuple", word, kind, *seen, *rest[3:]),))
-        if seen != rest[:3]
-        else None
-    )
+    if seen == rest[:3]:
+        return None
+    return ("binpersid", None, (group("tuple", word, kind, *seen, *rest[3:]),))
 
 
 def datetimes(node: Node) -> Node | None:
@@ -86,13 +86,11 @@ def datetimes(node: Node) -> Node | None:
     if node[0] != "build" or callee(node[2][0]) != "numpy.dtype" or len(node[2][1][2]) != 8:
         return None
     kind = node[2][0][2][1][1] if len(node[2][0][2]) > 1 else ""
+    if str(kind)[:1] not in ("M", "m"):
+        return None
     unit = group("tuple", mapping(), group("tuple", const(b"D"), const(1), const(1), const(1)))
     parts = [*node[2][1][2][:7], const(0), unit]
-    return (
-        ("build", None, (node[2][0], group("tuple", *parts)))
-        if str(kind)[:1] in ("M", "m")
-        else None
-    )
+    return ("build", None, (node[2][0], group("tuple", *parts)))
 
 
 def endless(node: Node) -> Node | None:
@@ -114,10 +112,8 @@ def results(node: Node) -> Node | None:
 
 def bags(node: Node) -> Node | None:
     """F1 A, H, I: an object with attributes of the file's choosing was a dict where one was asked for."""
-    is_bag = node[0] == "build" and callee(node[2][0]) in (
-        "types.SimpleNamespace",
-        "argparse.Namespace",
-    )
+    bags = ("types.SimpleNamespace", "argparse.Namespace")
+    is_bag = node[0] == "build" and callee(node[2][0]) in bags
     return mapping() if is_bag else None
 
 

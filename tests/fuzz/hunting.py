@@ -361,11 +361,8 @@ class Hunt:
 
     def _less(self, made_: Composition) -> Iterator[Composition]:
         """The same with parts left out, the large ones first."""
-        fewer = [
-            replaced(made_.node, path, new)
-            for path, node in places(made_.node)
-            for new in _less(node)
-        ]
+        all_ = ((path, new) for path, node in places(made_.node) for new in _less(node))
+        fewer = [replaced(made_.node, path, new) for path, new in all_]
         yield from (made_._replace(node=each) for each in sorted(fewer, key=size))
 
     def _still(self, candidates: Iterable[Composition], kind: str) -> Iterator[Composition]:
@@ -373,11 +370,9 @@ class Hunt:
         offered = ((each, data) for each in candidates if (data := self.offered(each)) is not None)
         while batch := list(islice(offered, 4)):
             outcomes = self.sandbox.run([data for _, data in batch])
-            yield from (
-                each
-                for (each, _), outcome in zip(batch, outcomes, strict=True)
-                if _kind(outcome) == kind
-            )
+            for (each, _), outcome in zip(batch, outcomes, strict=True):
+                if _kind(outcome) == kind:
+                    yield each
 
     def summary(self) -> str:
         """The counts."""

@@ -491,11 +491,8 @@ def arguments(name: Name) -> tuple[int, int]:
         parameters = inspect.signature(resolved(name)).parameters.values()
     except Exception:  # not all can be asked
         return 0, 3
-    places = [
-        each
-        for each in parameters
-        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [each for each in parameters if each.kind in kinds]
     least = min(sum(each.default is each.empty for each in places), 6)
     return least, max(least, min(len(places), 4))
 

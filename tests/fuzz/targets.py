@@ -101,13 +101,9 @@ def archive(data: bytes) -> None:
 
 
 def _archive(data: bytes) -> bytes:
-    records = {f"data/{key}": bytes(range(nbytes)) for key, nbytes in STORAGES.items()} | {
-        "version": b"3\n"
-    }
-    return build(
-        Member("a/data.pkl", data),
-        *(Member(f"a/{name}", record) for name, record in records.items()),
-    )
+    records = {f"data/{key}": bytes(range(nbytes)) for key, nbytes in STORAGES.items()}
+    members = {"data.pkl": data, **records, "version": b"3\n"}
+    return build(*(Member(f"a/{name}", content) for name, content in members.items()))
 
 
 def plain(data: bytes) -> None:
@@ -282,11 +278,8 @@ def _settled(path: Path, data: bytes) -> None:
         assert path.read_bytes() == seeds.EDITED
         beside.unlink()
     else:
-        assert (
-            known is not None
-            and path.stat().st_size in (known.before, known.after)
-            and not beside.exists()
-        )
+        assert known is not None and not beside.exists()
+        assert path.stat().st_size in (known.before, known.after)
 
 
 def edits(data: bytes) -> None:

@@ -353,11 +353,8 @@ def test_DS_21_readers_see_one_file_or_the_other(tmp_path: Path) -> None:
 
     def read() -> None:
         while not stop.is_set():
-            reads.append(
-                valid.index(out.read_bytes())
-                if (data := out.read_bytes()) in valid and data
-                else -1
-            )
+            data = out.read_bytes()
+            reads.append(valid.index(data) if data in valid else -1)
 
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
