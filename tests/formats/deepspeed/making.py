@@ -85,6 +85,14 @@ class Run:
         }
         return self.state | self.frozen | shared | wide
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer by name: none are known if its state is a list."""
+        if self.stage == 3:
+            return [{"lr": 0.1, "params": [name for names in self.names for name in names]}]
+        rates = [{} if self.elastic else {"lr": 0.1 * (n + 1)} for n in range(len(self.names))]
+        return [{**rate, "params": names} for rate, names in zip(rates, self.names, strict=True)]
+
     def save(self, folder: Path, latest: bool = True) -> Path:
         """Write the folder; the one with the files of the ranks."""
         tag = folder / TAG
