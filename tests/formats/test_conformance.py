@@ -343,13 +343,8 @@ class TestCompressedTar(TestCompressed):
 
     @staticmethod
     def compress(data: bytes) -> bytes:
-        file = BytesIO()
-        with tarfile.open(fileobj=file, mode="w:gz") as archive:
-            for name, each in (("model/config.json", b"{}"), ("model/made.pth", data)):
-                member = tarfile.TarInfo(name)
-                member.size = len(each)
-                archive.addfile(member, BytesIO(each))
-        return file.getvalue()
+        members = {"model/config.json": b"{}", "model/made.pth": data}
+        return gzip.compress(tars.archive(*(tars.member(*each) for each in members.items())))
 
 
 def make_sharded(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,24 +15,6 @@ from ckptkit.core.tree import Global, Object
 from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import PICKLE as FORMAT
-
-VALUES: list[Any] = [
-    {"a": [1, 2.5, "é"]},
-    [1],
-    (1, 2),
-    (),
-    "text",
-    5,
-    -1,
-    2**40,
-    None,
-    1.5,
-    {"k": {1, 2}},
-    b"\xff",
-    True,
-    [],
-    {},
-]
 
 
 def probe(data: bytes) -> Probe:

@@ -15,6 +15,7 @@ from ckptkit.core.errors import AmbiguousError, FormatError, LimitError
 from ckptkit.core.limits import LIMITS
 from ckptkit.formats import strict_json
 from tests.formats.catalogue import Row, refuses_all
+from tests.formats.safetensors.files import Pairs, json_of
 
 
 def parse(data: bytes) -> object:
@@ -75,10 +76,6 @@ def test_brackets_in_texts_do_not_count(text: str) -> None:
     assert parse(f"[{text}]".encode()) == [json.loads(text)]
 
 
-class Pairs(list[tuple[str, object]]):
-    """The entries of an object, names repeated and all."""
-
-
 NAMES = st.sampled_from(
     ["a", "b", "", "a:", '"', 'a"},"b', '}, "', "},", "\\", "\u00e9", "[{", "-0"]
 )
@@ -90,15 +87,6 @@ REPEATED = st.recursive(
 OBJECTS = st.lists(st.tuples(NAMES | TEXTS, REPEATED)).map(Pairs)
 
 
-def written(value: object, space: str, ascii: bool) -> str:
-    if isinstance(value, Pairs):
-        entries = [f"{written(k, space, ascii)}:{written(v, space, ascii)}" for k, v in value]
-        return "{" + f",{space}".join(entries) + "}"
-    if isinstance(value, list):
-        return "[" + f",{space}".join(written(each, space, ascii) for each in value) + "]"
-    return json.dumps(value, ensure_ascii=ascii)
-
-
 def strings_in(value: object) -> int:
     if isinstance(value, dict):
         return len(value) + sum(map(strings_in, value.values()))
@@ -108,7 +96,7 @@ def strings_in(value: object) -> int:
 @settings(max_examples=150)
 @given(OBJECTS, st.sampled_from(["", " ", "\n"]), st.booleans(), st.sampled_from([0, 9, 1 << 18]))
 def test_parts_show_each_repeated_name(value: Pairs, space: str, ascii: bool, size: int) -> None:
-    text = written(value, space, ascii).encode()
+    text = json_of(value, space, ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strict_json, "_PART", size)
         try:

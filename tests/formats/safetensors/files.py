@@ -1,4 +1,4 @@
-"""Safetensors files by hand."""
+"""Safetensors files by hand, and JSON with repeated names."""
 
 from __future__ import annotations
 
@@ -17,3 +17,22 @@ def entry(
 ) -> dict[str, object]:
     shape = [end - begin] if shape is None else shape
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **more}
+
+
+class Pairs(list[tuple[str, object]]):
+    """The entries of an object, names repeated and all."""
+
+
+def json_of(value: object, space: str = "", *, ascii: bool = True) -> str:
+    """JSON of dicts, lists and `Pairs`, with `space` after each comma."""
+    if isinstance(value, dict):
+        value = Pairs(value.items())
+    if isinstance(value, Pairs):
+        entries = (
+            f"{json.dumps(k, ensure_ascii=ascii)}:{json_of(v, space, ascii=ascii)}"
+            for k, v in value
+        )
+        return "{" + f",{space}".join(entries) + "}"
+    if isinstance(value, list):
+        return "[" + f",{space}".join(json_of(each, space, ascii=ascii) for each in value) + "]"
+    return json.dumps(value, ensure_ascii=ascii)

@@ -51,7 +51,7 @@ from ckptkit.formats.table import TORCH_ZIP
 from tests.formats.catalogue import Row, refuses_all
 from tests.formats.conformance import storage_bytes
 from tests.formats.containers.zips import execute
-from tests.formats.safetensors.files import entry, file_of
+from tests.formats.safetensors.files import Pairs, entry, file_of, json_of
 from tests.torch_equality import bits
 
 State = dict[str, torch.Tensor]
@@ -339,17 +339,6 @@ def test_control_14_white_space_is_noted() -> None:
     assert list(checkpoint.weights) == ["a"] and "white space" in checkpoint.warnings[0]
 
 
-class Fields(list[tuple[str, Any]]):
-    """An object whose names may be repeated."""
-
-    def json(self, space: str) -> str:
-        entries = [
-            f"{json.dumps(name)}:{each.json(space) if isinstance(each, Fields) else json.dumps(each)}"
-            for name, each in self
-        ]
-        return "{" + f",{space}".join(entries) + "}"
-
-
 ODD: dict[str, list[object]] = {
     "dtype": ["U8", "F4", "F6_E2M3", "u8", "", None, 8, ["U8"], {"U8": 1}],
     "shape": [
@@ -370,17 +359,17 @@ NAMES = st.sampled_from(["a", "b", "c", "", "\u00e9", '"', "\\", 'a":{},"b', "},
 @st.composite
 def headers(draw: st.DrawFn) -> str:
     """The text of a header with a wrong field or two, or none."""
-    entries = Fields()
+    entries = Pairs()
     for place, name in enumerate(draw(st.lists(NAMES, max_size=5, unique=draw(st.booleans())))):
-        fields = Fields(entry(place, place + 1).items())
+        fields = Pairs(entry(place, place + 1).items())
         for field in draw(st.lists(ODD_FIELD, max_size=draw(st.sampled_from([0, 0, 0, 1])))):
             at = [name for name, _ in fields].index(field[0]) if field[0] in entry(0, 1) else 0
             fields[at : at + draw(st.integers(0, 1))] = [field]
         entries.append((name, fields))
     for _ in range(draw(st.integers(0, 2))):
-        texts = Fields((name, "},") for name in draw(st.lists(NAMES, max_size=2)))
+        texts = Pairs((name, "},") for name in draw(st.lists(NAMES, max_size=2)))
         entries.insert(draw(st.integers(0, len(entries))), ("__metadata__", texts))
-    return entries.json(draw(st.sampled_from(["", " ", "\n"])))
+    return json_of(entries, draw(st.sampled_from(["", " ", "\n"])))
 
 
 def outcome(read: Callable[[bytes], Any], text: str) -> object:
@@ -410,9 +399,9 @@ def test_a_name_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strict_json, "_PART", 0)
     for name in ("a", "__metadata__"):
         right: dict[str, Any] = entry(0, 1) if name == "a" else {}
-        pairs = Fields([(name, right), ("b", entry(0, 1)), (name, right)])
+        pairs = Pairs([(name, right), ("b", entry(0, 1)), (name, right)])
         with pytest.raises(AmbiguousError, match=f"{name}' occurs twice"):
-            read(file_of(pairs.json(""), b"x"))
+            read(file_of(json_of(pairs), b"x"))
 
 
 # Writing
