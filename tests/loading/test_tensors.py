@@ -162,15 +162,21 @@ class Noting:
         return storage
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "cpu", torch.device("cpu"), "meta", torch.device("meta"), {"cuda:1": "cpu"}, {"cuda:1": "meta"}, Noting(),
-        lambda storage, tag: torch.UntypedStorage(storage.nbytes()).copy_(storage),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_map_location_is_torchs(tmp_path: Path, simulated_cuda: Cuda, form: Any) -> None:
+FORMS: dict[str, Any] = {
+    "cpu": "cpu",
+    "device cpu": torch.device("cpu"),
+    "meta": "meta",
+    "device meta": torch.device("meta"),
+    "dict to cpu": {"cuda:1": "cpu"},
+    "dict to meta": {"cuda:1": "meta"},
+    "function": Noting(),
+    "function that copies": lambda storage, tag: torch.UntypedStorage(storage.nbytes()).copy_(storage),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_map_location_is_torchs(tmp_path: Path, simulated_cuda: Cuda, name: str) -> None:
+    form = FORMS[name]
     with simulated_cuda(1):
         path = saved({"w": torch.arange(4.0), "v": torch.arange(6)[2:]}, tmp_path / "a.pth")
     assert ckptkit.open(path).weights["w"].device == "cuda:1"
