@@ -327,6 +327,10 @@ def moment(value: object) -> object:
 # Failures
 
 
+# Maps the common URL schemes to the package to install. For other schemes, the message of fsspec
+# names the package.
+_PACKAGES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "gs": "gcsfs",
+             "hf": "huggingface_hub"}  # fmt: skip
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError")
 _TYPED = "check the URL and the network"
@@ -444,7 +448,8 @@ def unknown(error: Exception, url: str) -> CkptkitError:
     name = shown_url(url)
     if isinstance(error, ImportError):
         message = f"{scheme}:// needs a package that is not installed"
-        return PathError(message, where=name, hint=str(error))
+        hint = f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else str(error)
+        return PathError(message, where=name, hint=hint)
     from fsspec.registry import known_implementations, registry
 
     is_known = scheme in registry or scheme in known_implementations

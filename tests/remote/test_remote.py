@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.registry import known_implementations
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -276,3 +277,20 @@ def test_commands_name_a_local_output(served: Misbehaving, run: Run) -> None:
     assert done.code == 2 and "a remote file in place" in done.stderr
     with pytest.raises(UsageError, match="cannot write to a web server"):
         ckptkit.save(ckptkit.open(f"{served.root}/small.pth"), f"{served.root}/out.pth")
+
+
+@pytest.mark.parametrize(
+    ("url", "package"),
+    [("https://host/a.pth", "pip install aiohttp"), ("hf://org/a.pth", "pip install huggingface_hub"),
+     ("az://box/a.pth", "Install adlfs to access Azure")],
+)  # fmt: skip
+def test_a_missing_package_is_named(
+    url: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(protocol: str) -> object:
+        raise ImportError(known_implementations[protocol]["err"])
+
+    monkeypatch.setattr("fsspec.core.get_filesystem_class", without)
+    with pytest.raises(PathError) as caught:
+        ckptkit.open(url)
+    assert str(caught.value.hint).startswith(package)
