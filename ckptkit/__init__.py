@@ -11,50 +11,29 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core import __version__, hooks
 
 if TYPE_CHECKING:
-    from ckptkit.analysis.reports import digest as digest
-    from ckptkit.analysis.reports import inspect as inspect
-    from ckptkit.analysis.reports import scan as scan
-    from ckptkit.analysis.reports import stats as stats
-    from ckptkit.analysis.reports import verify as verify
-    from ckptkit.api import convert as convert
-    from ckptkit.api import open_checkpoint
-    from ckptkit.api import recover as recover
-    from ckptkit.api import save as save
-    from ckptkit.core.checkpoint import Checkpoint as Checkpoint
-    from ckptkit.core.errors import CkptkitError as CkptkitError
-    from ckptkit.core.options import Options as Options
-    from ckptkit.core.tensor import Storage as Storage
-    from ckptkit.core.tensor import Tensor as Tensor
-    from ckptkit.deltas import apply_delta as apply_delta
-    from ckptkit.deltas import delta as delta
-    from ckptkit.deltas import squash_delta as squash_delta
-    from ckptkit.deltas import verify_delta as verify_delta
-    from ckptkit.diagnosis.diagnose import doctor as doctor
-    from ckptkit.edits.combine import average as average
-    from ckptkit.edits.combine import ema as ema
-    from ckptkit.edits.combine import join as join
-    from ckptkit.edits.devices import remap as remap
-    from ckptkit.edits.elements import cast as cast
-    from ckptkit.edits.elements import compact as compact
-    from ckptkit.edits.keys import add_prefix as add_prefix
-    from ckptkit.edits.keys import rename as rename
-    from ckptkit.edits.keys import select as select
-    from ckptkit.edits.keys import strip_prefix as strip_prefix
-    from ckptkit.edits.merging import merge as merge
-    from ckptkit.edits.optimizers import key_optimizer as key_optimizer
-    from ckptkit.edits.quantized import dequantize as dequantize
-    from ckptkit.edits.resizing import resize as resize
+    from ckptkit.analysis.reports import digest, inspect, scan, stats, verify
+    from ckptkit.api import convert, open_checkpoint, recover, save
+    from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.errors import CkptkitError
+    from ckptkit.core.options import Options
+    from ckptkit.core.tensor import Storage, Tensor
+    from ckptkit.deltas import apply_delta, delta, squash_delta, verify_delta
+    from ckptkit.diagnosis.diagnose import doctor
+    from ckptkit.edits.combine import average, ema, join
+    from ckptkit.edits.devices import remap
+    from ckptkit.edits.elements import cast, compact
+    from ckptkit.edits.keys import add_prefix, rename, select, strip_prefix
+    from ckptkit.edits.merging import merge
+    from ckptkit.edits.optimizers import key_optimizer
+    from ckptkit.edits.quantized import dequantize
+    from ckptkit.edits.resizing import resize
     from ckptkit.edits.rules import apply_rules
-    from ckptkit.edits.structure import extract as extract
-    from ckptkit.edits.structure import wrap as wrap
-    from ckptkit.loading import load as load
-    from ckptkit.loading import load_into as load_into
-    from ckptkit.lora.check import check_lora as check_lora
-    from ckptkit.lora.merge import merge_lora as merge_lora
-    from ckptkit.lora.writing import convert_lora as convert_lora
-    from ckptkit.lora.writing import extract_lora as extract_lora
-    from ckptkit.lora.writing import resize_lora as resize_lora
-    from ckptkit.run.comparing import diff as diff
+    from ckptkit.edits.structure import extract, wrap
+    from ckptkit.loading import load, load_into
+    from ckptkit.lora.check import check_lora
+    from ckptkit.lora.merge import merge_lora
+    from ckptkit.lora.writing import convert_lora, extract_lora, resize_lora
+    from ckptkit.run.comparing import diff
 
     open = open_checkpoint
 
@@ -77,52 +56,13 @@ _PLACES = {
 
 # Each name is written out, because type checkers do not evaluate expressions in ``__all__``.
 __all__ = [
-    "Checkpoint",
-    "CkptkitError",
-    "Options",
-    "Storage",
-    "Tensor",
-    "__version__",
-    "add_prefix",
-    "apply_delta",
-    "apply_rules",
-    "average",
-    "cast",
-    "check_lora",
-    "compact",
-    "convert",
-    "convert_lora",
-    "delta",
-    "dequantize",
-    "diff",
-    "digest",
-    "doctor",
-    "ema",
-    "extract",
-    "extract_lora",
-    "inspect",
-    "join",
-    "key_optimizer",
-    "load",
-    "load_into",
-    "merge",
-    "merge_lora",
-    "open",
-    "recover",
-    "remap",
-    "rename",
-    "resize",
-    "resize_lora",
-    "save",
-    "scan",
-    "select",
-    "squash_delta",
-    "stats",
-    "strip_prefix",
-    "verify",
-    "verify_delta",
-    "wrap",
-]
+    "Checkpoint", "CkptkitError", "Options", "Storage", "Tensor", "__version__", "add_prefix",
+    "apply_delta", "apply_rules", "average", "cast", "check_lora", "compact", "convert",
+    "convert_lora", "delta", "dequantize", "diff", "digest", "doctor", "ema", "extract",
+    "extract_lora", "inspect", "join", "key_optimizer", "load", "load_into", "merge", "merge_lora",
+    "open", "recover", "remap", "rename", "resize", "resize_lora", "save", "scan", "select",
+    "squash_delta", "stats", "strip_prefix", "verify", "verify_delta", "wrap",
+]  # fmt: skip
 
 
 # The functions of `hooks`, and their modules. The modules import `core`, so `core` cannot import
@@ -156,7 +96,7 @@ for _name in _HOOKS:
     setattr(hooks, _name, _hook(_name))
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
     from ckptkit import edits
