@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from glob import glob, has_magic
 from io import StringIO
@@ -228,9 +228,9 @@ def _meant(error: click.UsageError, line: Line) -> str | None:
     return hint or said
 
 
-def _first(lines: Iterable[Line | None]) -> str | None:
+def _first(fixes: Fixes) -> str | None:
     """Return a hint with the first command line that works."""
-    return next(filter(None, (_solve(line)[0] for line in lines if line is not None)), None)
+    return next(filter(None, (_solve(each)[0] for each in fixes if isinstance(each, Line))), None)
 
 
 def _solve(
@@ -250,23 +250,16 @@ def _solve(
             return None, said, refused, line
         except click.UsageError as another:
             error = another
-        assert error is not None
-        step, new = _step(error, line)
-        said, error = said or step, None
-        if new is None or new.words == line.words:
+        new = line
+        for each in _corrections(error, line):
+            if isinstance(each, Line):
+                new = each
+                break
+            said = said or each
+        if new.words == line.words:
             break
-        line = new
+        line, error = new, None
     return None, said, None, line
-
-
-def _step(error: click.UsageError, line: Line) -> tuple[str | None, Line | None]:
-    """Return a fallback hint, and the command line with the next correction. Each may be None."""
-    said = None
-    for each in _corrections(error, line):
-        if isinstance(each, Line):
-            return said, each
-        said = said or each
-    return said, None
 
 
 def _corrections(error: click.UsageError, line: Line) -> Fixes:
@@ -628,11 +621,11 @@ def _of_input(error: CkptkitError, line: Line) -> str | None:
     return None
 
 
-def _others(error: CkptkitError, line: Line) -> Iterator[Line | None]:
+def _others(error: CkptkitError, line: Line) -> Fixes:
     """Yield corrected command lines for an input that ckptkit refused."""
     place, is_usage = error.where, isinstance(error, UsageError)
     if line.name == "inspect" and line.words[line.at + 1] in WORDS:  # a file named like a command
-        yield from (each for each in _command(line.without("inspect")) if isinstance(each, Line))
+        yield from _command(line.without("inspect"))
     needed = NEEDED.get(line.name, ())
     if needed and is_usage and needed[0] not in line.words:
         yield line.plus(*needed)
@@ -670,7 +663,7 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line | None]:
         yield line.replaced("convert", "extract")
 
 
-def _of_output(place: str, line: Line, sources: Words) -> Iterator[Line | None]:
+def _of_output(place: str, line: Line, sources: Words) -> Fixes:
     """Yield command lines with another name of the output, or with another command for the file."""
     stem, suffix = os.path.splitext(place.rstrip("/"))
     source_suffix = os.path.splitext(sources[0])[1]
@@ -683,7 +676,7 @@ def _of_output(place: str, line: Line, sources: Words) -> Iterator[Line | None]:
         yield line.with_words("doctor", place, "--fix", *sources[1:])
 
 
-def _of_options(line: Line, sources: Words) -> Iterator[Line | None]:
+def _of_options(line: Line, sources: Words) -> Fixes:
     """Yield command lines with another option for the same value.
 
     Replace SRC:WEIGHT by SRC and --weight.
@@ -711,8 +704,7 @@ def _of_options(line: Line, sources: Words) -> Iterator[Line | None]:
             yield from (line.replaced(value, each) for each in wider)
             extract = new.replaced("convert", "extract")
             if value.startswith("optim") and extract is not None:  # writes only the weights
-                fixes = _in_file("key", extract, extract.places)
-                yield from (each for each in fixes if isinstance(each, Line))
+                yield from _in_file("key", extract, extract.places)
         elif option in ("--weight", "--density") and is_number:
             for number in range(1, len(sources) - 1):  # repeat the value for each SRC
                 yield line.plus(*(option, value) * number)
@@ -727,7 +719,7 @@ def _of_options(line: Line, sources: Words) -> Iterator[Line | None]:
         yield line.with_words(*words, *weights, *method)
 
 
-def _of_no_file(place: str, line: Line) -> Iterator[Line | None]:
+def _of_no_file(place: str, line: Line) -> Fixes:
     """Yield corrected command lines for an argument that is not a file."""
     yield _selected(place, line)
     if line.name in ("diff", "doctor"):
