@@ -263,6 +263,15 @@ WRONG = [
     ("convert net.pth o.pth --legacy", "_use_new_zipfile_serialization=False"),
     ("set run.pth epoch 4", "with_value("),
     ("inspect net.pth -f", "convert has --force: see `ckptkit convert --help`"),
+    # options with another name here
+    ("remap net.pth o.pth --map cuda:1=cpu", "ckptkit remap net.pth o.pth --device cuda:1=cpu"),
+    ("convert net.pth o.pth --device-map cuda:1=cpu", "ckptkit convert net.pth o.pth --device cuda:1=cpu"),
+    ("remap net.pth o.pth --to cpu --values", "ckptkit remap net.pth o.pth --to cpu --device-values"),
+    ("convert run.pth o.pth --prefix module.", "ckptkit convert run.pth o.pth --strip module."),
+    ("strip-module run.pth o.pth --strip module.", "ckptkit strip-module run.pth o.pth --prefix module."),
+    ("convert net.pth o.pth --keys 'conv*'", "ckptkit convert net.pth o.pth --keep 'conv*'"),
+    ("add-module net.pth o.pth --add x.", "ckptkit add-module net.pth o.pth --prefix x."),
+    ("digest net.pth --manifest o.manifest", "ckptkit digest net.pth --output o.manifest"),
     # what is nearest
     ("inspekt net.pth", "ckptkit inspect net.pth"),
     ("inspekt none.pth", "hint: did you mean inspect? see `ckptkit --help`\n"),

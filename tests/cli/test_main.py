@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +16,14 @@ import ckptkit as package
 from ckptkit import cli
 from ckptkit.core.errors import CkptkitError, OutputError, UsageError
 from tests.cli.conftest import Ckptkit
-from tests.conftest import Run
+from tests.conftest import COMMAND, ENVIRONMENT, Run
 
-PROGRAM = [sys.executable, "-m", "ckptkit"]
+EXAMPLES = ["inspect small.pth", "inspect --json small.pth", "--help", "inspect --help", "formats"]
 
 
-@pytest.fixture
-def small() -> Path:
-    path = Path("small.pth")
-    torch.save({"module.w": torch.zeros(2)}, path)
-    return path
+@pytest.fixture(autouse=True)
+def small(here: None) -> None:
+    torch.save({"module.w": torch.zeros(2)}, "small.pth")
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -35,14 +35,12 @@ def test_every_command_has_help_with_an_example(ckptkit: Ckptkit, name: str) -> 
 
 
 def test_help_lists_the_commands_in_full(ckptkit: Ckptkit) -> None:
-    result = ckptkit("--help", code=0)
-    lines = result.stdout.partition("Look:\n")[2].splitlines()
+    lines = ckptkit("--help", code=0).stdout.partition("Look:\n")[2].splitlines()
     listed = [line.split(maxsplit=1) for line in lines if line.startswith("  ")]
     assert [words[0] for words in listed] == list(cli.COMMANDS)
     assert not any(words[1].endswith("...") for words in listed)
-    assert [line for line in lines if line and line[0] != " "] == [
-        f"{title}:" for title in [*cli.GROUPS][1:]
-    ]
+    titles = [line for line in lines if line and line[0] != " "]
+    assert titles == [f"{title}:" for title in [*cli.GROUPS][1:]]
 
 
 def test_help_names_a_topic_that_exists(ckptkit: Ckptkit) -> None:
@@ -53,11 +51,8 @@ def test_help_names_a_topic_that_exists(ckptkit: Ckptkit) -> None:
 
 def test_help_shows_pages_and_commands(ckptkit: Ckptkit) -> None:
     page = ckptkit("help diagnosis").stdout
-    assert (
-        page.startswith("# Why a checkpoint does not load")
-        and "<!--" not in page
-        and "```" not in page
-    )
+    assert page.startswith("# Why a checkpoint does not load")
+    assert "<!--" not in page and "```" not in page
     assert ckptkit("help scan").stdout == ckptkit("scan --help").stdout
     assert "did you mean formats" in ckptkit("help formts", code=2).stderr
 
@@ -86,7 +81,6 @@ def test_version(ckptkit: Ckptkit) -> None:
 def test_exit_codes(
     ckptkit: Ckptkit,
     monkeypatch: pytest.MonkeyPatch,
-    small: Path,
     error: BaseException,
     code: int,
     said: str,
@@ -96,70 +90,65 @@ def test_exit_codes(
 
     monkeypatch.setattr("ckptkit.api.open_checkpoint", fail)
     monkeypatch.setattr("ckptkit.cli._mute", lambda: None)
-    result = ckptkit("inspect", small)
+    result = ckptkit("inspect small.pth")
     assert (result.exit_code, result.stderr.lstrip("\n")) == (code, said)
 
 
-def test_a_bug_is_5_and_one_line(
-    ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path
-) -> None:
+def test_a_bug_is_5_and_one_line(ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.api.open_checkpoint", lambda *_, **__: 1 / 0)
-    result = ckptkit("inspect", small, code=5)
+    result = ckptkit("inspect small.pth", code=5)
     assert result.stderr.startswith(
         "error: a bug in ckptkit: ZeroDivisionError: division by zero\nhint: "
     )
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("how", ["option", "environment"])
+@pytest.mark.parametrize("how", ["--traceback", ""])
 def test_the_traceback_on_request(
-    ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path, how: str
+    ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr("ckptkit.api.open_checkpoint", lambda *_, **__: 1 / 0)
-    if how == "environment":
+    if not how:
         monkeypatch.setenv("CKPTKIT_TRACEBACK", "1")
-    result = ckptkit(*["--traceback"] * (how == "option"), "inspect", small, code=5)
+    result = ckptkit(f"{how} inspect small.pth", code=5)
     assert "Traceback" in result.stderr and "test_main.py" in result.stderr
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-@pytest.mark.parametrize(
-    "options", [["inspect"], ["inspect", "--json"], ["--help"], ["inspect", "--help"], ["formats"]]
-)
-def test_CL_04_full(small: Path, options: list[str]) -> None:
+@pytest.mark.parametrize("words", EXAMPLES)
+def test_CL_04_full(words: str) -> None:
     with open("/dev/full", "w") as full:
-        arguments = [str(small)] if options[0] == "inspect" else []
+        command = [*COMMAND, *words.split()]
         done = subprocess.run(
-            [*PROGRAM, *options, *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
         )
     assert done.returncode == 4
     assert done.stderr == "error: standard output: No space left on device\n"
 
 
-def test_CL_04_closed_pipe() -> None:
-    path = Path("many.pth")
-    torch.save({f"w{i}.x": torch.zeros(1) for i in range(5_000)}, path)
-    for options in ([], ["--json"], ["--tree"]):
-        child = subprocess.Popen(
-            [*PROGRAM, "inspect", *options, str(path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+@pytest.mark.parametrize("option", ["--flat", "--json", "--tree"])
+def test_CL_04_closed_pipe(option: str) -> None:
+    torch.save({f"w{i}.x": torch.zeros(1) for i in range(5_000)}, "many.pth")
+    command = [*COMMAND, "inspect", option, "many.pth"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, env=ENVIRONMENT) as child:
         assert child.stdout is not None and child.stderr is not None
         child.stdout.read(10)
         child.stdout.close()
         assert child.stderr.read() == b""
-        child.stderr.close()
         assert child.wait() == 141
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file descriptors of a shell")
-def test_CL_04_closed_output(small: Path) -> None:
-    script = f"{sys.executable} -m ckptkit inspect {small} >&-"
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (4, "error: standard output: is closed\n")
-    script = f"{sys.executable} -m ckptkit inspect {small}.absent 2>&-"
-    assert subprocess.run(["sh", "-c", script], capture_output=True).returncode == 3
+def test_CL_04_closed_output() -> None:
+    def ended(words: str) -> tuple[int, str]:
+        script = f"{shlex.join(COMMAND)} inspect {words}"
+        shell = ["sh", "-c", script]
+        done = subprocess.run(shell, capture_output=True, text=True, env=ENVIRONMENT)
+        return done.returncode, done.stderr
+
+    assert ended("small.pth >&-") == (4, "error: standard output: is closed\n")
+    assert ended("absent.pth 2>&-") == (3, "")
 
 
 def test_CL_04_ascii(alone: Run) -> None:
@@ -170,51 +159,41 @@ def test_CL_04_ascii(alone: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["--help.pt", "-rf.pt", "@args.pt", "*.pt", "$(x).pt"])
-def test_CL_05_names_that_look_like_options(run: Run, tmp_path: Path, name: str) -> None:
+def test_CL_05_names_that_look_like_options(ckptkit: Ckptkit, name: str) -> None:
     torch.save({"w": torch.zeros(1)}, name)
-    done = run("inspect", "--", name, cwd=tmp_path)
-    assert done.code == 0
+    done = ckptkit("inspect --", name, code=0)
     assert done.stdout.startswith(f"{name}: torch-zip")
 
 
-def test_CL_06_modules_in_the_working_directory_are_not_imported(alone: Run, small: Path) -> None:
-    canary = "import sys; sys.stderr.write('canary'); sys.exit(9)"
+def test_CL_06_modules_in_the_working_directory_are_not_imported(alone: Run) -> None:
     for name in ("torch", "json", "click", "numpy", "tabulate", "dataclasses", "struct"):
-        small.with_name(f"{name}.py").write_text(canary)
-    done = alone("inspect", "--json", "--digest", small.name, cwd=small.parent)
+        Path(f"{name}.py").write_text("import sys; sys.stderr.write('canary'); sys.exit(9)")
+    done = alone("inspect", "--json", "--digest", "small.pth")
     assert (done.code, done.stderr) == (0, "")
 
 
+IMPORTED = """
+import sys; from ckptkit.cli import main
+try: main.main(sys.argv[1:])
+except SystemExit as end: assert not end.code, end.code
+print('', *sys.modules)
+"""
+
+
 @pytest.mark.parametrize(
-    ("arguments", "unneeded"),
+    ("words", "unneeded"),
     [
-        (
-            ["--help"],
-            {"tabulate", "json", "ckptkit.formats", "ckptkit.compute", "ckptkit.analysis"},
-        ),
-        (
-            ["inspect", "FILE"],
-            {"ckptkit.analysis.digests", "ckptkit.analysis.diff", "ckptkit.edits.keys"},
-        ),
-        (["inspect", "--json", "--digest", "FILE"], {"tabulate"}),
+        ("--help", "tabulate json ckptkit.formats ckptkit.compute ckptkit.analysis"),
+        ("inspect small.pth", "ckptkit.analysis.digests ckptkit.analysis.diff ckptkit.edits.keys"),
+        ("inspect --json --digest small.pth", "tabulate"),
     ],
 )
-def test_CL_07_only_what_is_needed_is_imported(
-    small: Path, arguments: list[str], unneeded: set[str]
-) -> None:
-    script = (
-        "import sys; from ckptkit.cli import main\n"
-        "try: main.main(sys.argv[1:])\n"
-        "except SystemExit as end: assert not end.code, end.code\n"
-        "print('', *sys.modules)"
-    )
-    given = [str(small) if each == "FILE" else each for each in arguments]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *given], capture_output=True, text=True, check=True
-    )
+def test_CL_07_only_what_is_needed_is_imported(words: str, unneeded: str) -> None:
+    command = [sys.executable, "-c", IMPORTED, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
     loaded = set(done.stdout.splitlines()[-1].split())
     assert "ckptkit.cli.inspect" in loaded
-    assert not loaded & {"torch", "numpy", "tqdm", "fsspec", "safetensors", *unneeded}
+    assert not loaded & {"torch", "numpy", "tqdm", "fsspec", "safetensors", *unneeded.split()}
 
 
 def test_formats_and_env(ckptkit: Ckptkit) -> None:
