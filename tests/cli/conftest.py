@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Callable
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,13 @@ from click.testing import CliRunner, Result
 from ckptkit.cli import main
 
 Ckptkit = Callable[..., Result]
+
+
+class Terminal(StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture(autouse=True)

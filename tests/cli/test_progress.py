@@ -14,44 +14,27 @@ import pytest
 from ckptkit.cli import render
 from ckptkit.scanning.files import scan_all
 from ckptkit.scanning.verdict import FileVerdict
-from tests.cli.conftest import Ckptkit
+from tests.cli.conftest import Ckptkit, Terminal
 
 
-class Terminal(StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def work(monkeypatch: pytest.MonkeyPatch, stream: StringIO) -> str:
-    monkeypatch.setattr(sys, "stderr", stream)
+@pytest.mark.parametrize(
+    ("stream", "patience", "shown"),
+    [(Terminal, render.PATIENCE, False), (StringIO, -1, False), (Terminal, -1, True)],
+    ids=["quick", "pipe", "terminal"],
+)
+def test_a_terminal_shows_a_bar_after_a_while(
+    stream: type[StringIO], patience: float, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream())
+    monkeypatch.setattr(render, "PATIENCE", patience)
     with render.Progress("writing", 3_000_000) as report:
         for _ in range(3):
             report(1_000_000)
-    return stream.getvalue()
-
-
-def test_what_is_quick_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert work(monkeypatch, Terminal()) == ""
-
-
-def test_a_pipe_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "PATIENCE", -1)
-    assert work(monkeypatch, StringIO()) == ""
-
-
-def test_a_terminal_shows_a_bar_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "PATIENCE", -1)
-    shown = work(monkeypatch, Terminal())
-    assert "writing" in shown and "3.00M" in shown
-
-
-def test_the_total_may_come_with_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(render, "PATIENCE", -1)
-    with render.Progress("writing") as report:
+    with render.Progress("writing") as report:  # the total may come with the parts
         report(1_000_000, 4_000_000)
-    assert "4.00M" in stream.getvalue()
+    said = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert [part in said for part in ("writing", "3.00M", "4.00M")] == [shown] * 3
+    assert shown or said == ""
 
 
 @pytest.mark.parametrize("words", [["scan"], ["digest"], ["stats"], ["verify"]], ids="".join)

@@ -16,12 +16,7 @@ from hypothesis import strategies as st
 from ckptkit.analysis.summary import json_number
 from ckptkit.cli import render
 from ckptkit.core.errors import OutputError
-from tests.cli.conftest import Ckptkit
-
-
-class Terminal(StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.cli.conftest import Ckptkit, Terminal
 
 
 @pytest.mark.parametrize(
