@@ -292,7 +292,7 @@ WRONG = [
     ("rename run.pth o.pth --sub 's/conv(.weight)/c/g'", "ckptkit rename run.pth o.pth --sub 'conv(.weight)=c'"),
     ("rename run.pth o.pth --map map.json", "the keys are: module.conv.weight"),
     ("rename run.pth o.pth --sub weight=bias", "ckptkit convert run.pth run-new.pth --drop module.conv.weight"),
-    ("convert run.pth o.pth --drop zzzz", "the keys are: module.conv.weight"),
+    ("convert run.pth o.pth --drop zzzz", "the weights are: module.conv.weight"),
     ("run lightning run.pth o.pth", "the entries are: "),
     ("diff run.pth --model a.py:B --arg name={", "'name=\"{\"'"),
     ("average net.pth wide.safetensors o.pth", "ckptkit join net.pth wide.safetensors o.pth"),
