@@ -146,17 +146,13 @@ def test_Z_13_tar(tmp_path: Path) -> None:
 EMPTY = {"dtype": "F32", "shape": [0, 2], "data_offsets": [4, 4]}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{}", ' {"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
-        '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}   ',
-        json.dumps({"a": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}, "b": EMPTY}),
-        '{"__metadata__":{},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
-        '{"__metadata__":null,"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
-    ],
-    ids=["nothing", "space-before", "space-after", "empty-tensor", "no-metadata", "null-metadata"],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "{}", ' {"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+    '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}   ',
+    json.dumps({"a": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}, "b": EMPTY}),
+    '{"__metadata__":{},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
+    '{"__metadata__":null,"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
+], ids=["nothing", "space-before", "space-after", "empty-tensor", "no-metadata", "null-metadata"])  # fmt: skip
 def test_Z_14_safetensors(text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + bytes(4 if "a" in text else 0))
@@ -229,15 +225,11 @@ def test_TM_09_ties_survive_a_format_without_them(tmp_path: Path) -> None:
     accepted(path)
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, {1: torch.ones(1), "1": torch.zeros(1)},
-        {"": torch.ones(1), "x": {"": {"": torch.zeros(1)}}, "x.": {"": torch.zeros(1)}},
-        {"a": [torch.ones(1)], "a.0": torch.zeros(1)},
-    ],
-    ids=["dots", "numbers", "nothing", "places"],
-)  # fmt: skip
+@pytest.mark.parametrize("tree", [
+    {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, {1: torch.ones(1), "1": torch.zeros(1)},
+    {"": torch.ones(1), "x": {"": {"": torch.zeros(1)}}, "x.": {"": torch.zeros(1)}},
+    {"a": [torch.ones(1)], "a.0": torch.zeros(1)},
+], ids=["dots", "numbers", "nothing", "places"])  # fmt: skip
 def test_TM_10_two_paths_that_are_one_text(tree: Any, tmp_path: Path) -> None:
     """Formats with a tree keep both; formats with one name for each refuse."""
     path = saved(tree, tmp_path / "a.pth")

@@ -35,13 +35,9 @@ from ckptkit.pickles.streams import TORCHSCRIPT, Call, Program, Remark, Traced
 VERDICTS = ("none", "safe", "harmless", "classes", "unknown", "code")
 NONE, SAFE, HARMLESS, CLASSES, UNKNOWN, CODE = VERDICTS
 LABELS = {
-    NONE: "no pickles",
-    SAFE: "safe for weights_only",
-    HARMLESS: "harmless",
-    CLASSES: "needs these classes",
-    UNKNOWN: "cannot tell",
-    CODE: "would run code",
-}
+    NONE: "no pickles", SAFE: "safe for weights_only", HARMLESS: "harmless",
+    CLASSES: "needs these classes", UNKNOWN: "cannot tell", CODE: "would run code",
+}  # fmt: skip
 # `judge` contains the names that weights_only of torch 2.13 accepts. SINCE and UNTIL contain the
 # names that other versions of torch treat differently. The source is
 # torch/_weights_only_unpickler.py of torch 2.13, 2.14.1 and the development branch after 2.14.

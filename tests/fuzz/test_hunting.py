@@ -166,12 +166,8 @@ BAD = {
 }  # fmt: skip
 MODULE = stored(const("module"), FIRE, NONE, NONE)
 ELSEWHERE = (
-    const("storage"),
-    named("torch", "FloatStorage"),
-    const("0"),
-    duck(startswith=FIRE),
-    const(1),
-)
+    const("storage"), named("torch", "FloatStorage"), const("0"), duck(startswith=FIRE), const(1),
+)  # fmt: skip
 LEGACY = {
     "legacy-factory": adam(group("list", apply("collections.defaultdict", MODULE))),
     "legacy-location": stored(*ELSEWHERE),

@@ -130,24 +130,21 @@ def test_a_type_of_a_later_torch_is_one_entry() -> None:
         contiguous(found)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        NAMES["tensor"] + b"(" + RAW + VIEW + b"I00\n}tR",  # of no type
-        NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}Vfloat32\ntR",
-        NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}cnumpy\nfloat32\ntR",
-        NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}tR",
-        NAMES["tensor"] + b"(N" + VIEW + b"I00\n}tR", NAMES["tensor"] + b"(" + PLAIN + VIEW + b"I00\n}tR",
-        NAMES["tensor"] + b"(" + FLOATS + b"tR", NAMES["tensor"] + b")R",
-        NAMES["parameter"] + b"(NI01\n}tR", NAMES["parameter"] + b"(" + PLAIN + b"K\x02}tR", NAMES["parameter"] + b")R",
-        NAMES["sparse"] + b"(N)tR", NAMES["sparse"] + b"(N(NNNttR", NAMES["sparse"] + b"(N(N" + PLAIN + b"ttR",
-        NAMES["sparse"] + b"(N(N" + PLAIN + b"NttR", NAMES["sparse"] + b")R",
-        NAMES["nested"] + b")R", NAMES["nested"] + b"(NtR", NAMES["meta"] + b")R",
-        NAMES["meta"] + b"(ctorch\nfloat32\nK\x05\x85)I00\ntR",
-        NAMES["wrapper"] + b")R", NAMES["q"] + b")R", NAMES["type"] + b")R",
-        NAMES["xla"] + b")R",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("data", [
+    NAMES["tensor"] + b"(" + RAW + VIEW + b"I00\n}tR",  # of no type
+    NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}Vfloat32\ntR",
+    NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}cnumpy\nfloat32\ntR",
+    NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}tR",
+    NAMES["tensor"] + b"(N" + VIEW + b"I00\n}tR", NAMES["tensor"] + b"(" + PLAIN + VIEW + b"I00\n}tR",
+    NAMES["tensor"] + b"(" + FLOATS + b"tR", NAMES["tensor"] + b")R",
+    NAMES["parameter"] + b"(NI01\n}tR", NAMES["parameter"] + b"(" + PLAIN + b"K\x02}tR", NAMES["parameter"] + b")R",
+    NAMES["sparse"] + b"(N)tR", NAMES["sparse"] + b"(N(NNNttR", NAMES["sparse"] + b"(N(N" + PLAIN + b"ttR",
+    NAMES["sparse"] + b"(N(N" + PLAIN + b"NttR", NAMES["sparse"] + b")R",
+    NAMES["nested"] + b")R", NAMES["nested"] + b"(NtR", NAMES["meta"] + b")R",
+    NAMES["meta"] + b"(ctorch\nfloat32\nK\x05\x85)I00\ntR",
+    NAMES["wrapper"] + b")R", NAMES["q"] + b")R", NAMES["type"] + b")R",
+    NAMES["xla"] + b")R",
+])  # fmt: skip
 def test_arguments_that_none_of_them_takes(data: bytes) -> None:
     with pytest.raises((FormatError, TensorError)):
         read(data)

@@ -293,19 +293,16 @@ def test_PK_09_targets_that_have_no_items_or_state(target: bytes, code: bytes) -
         with_storages(target + code + b".")
 
 
-@pytest.mark.parametrize(
-    "pid",
-    [
-        b"K\x05", b"V0\n", b"(Vstorage\nctorch\nFloatStorage\nV0\nt",
-        b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01NNt", b"(Vstorage\nVtorch.FloatStorage\nV0\nVcpu\nK\x01t",
-        b"(Vother\nctorch\nFloatStorage\nV0\nVcpu\nK\x01t", b"(Vmodule\ncm\nf\nVf.py\nVtext\nt", b"]", b"N", b")",
-        b"(Vstorage\ncos\nsystem\nV0\nVcpu\nK\x01t", b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nI-1\nt",
-        b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nI01\nt", b"(Vstorage\nctorch\nFloatStorage\nK\x00Vcpu\nK\x01t",
-        b"(Vstorage\nctorch\nFloatStorage\nV0\nNK\x01t",
-        b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nG" + bytes(8) + b"t",
-        b"(Vstorage\nctorch\nfloat32\nV0\nVcpu\nK\x01t", b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("pid", [
+    b"K\x05", b"V0\n", b"(Vstorage\nctorch\nFloatStorage\nV0\nt",
+    b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01NNt", b"(Vstorage\nVtorch.FloatStorage\nV0\nVcpu\nK\x01t",
+    b"(Vother\nctorch\nFloatStorage\nV0\nVcpu\nK\x01t", b"(Vmodule\ncm\nf\nVf.py\nVtext\nt", b"]", b"N", b")",
+    b"(Vstorage\ncos\nsystem\nV0\nVcpu\nK\x01t", b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nI-1\nt",
+    b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nI01\nt", b"(Vstorage\nctorch\nFloatStorage\nK\x00Vcpu\nK\x01t",
+    b"(Vstorage\nctorch\nFloatStorage\nV0\nNK\x01t",
+    b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nG" + bytes(8) + b"t",
+    b"(Vstorage\nctorch\nfloat32\nV0\nVcpu\nK\x01t", b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ",
+])  # fmt: skip
 def test_PK_10_persistent_ids(pid: bytes) -> None:
     with pytest.raises((FormatError, UnsupportedError)):
         with_storages(pid + b"Q.")
@@ -620,13 +617,10 @@ def test_PK_24_keys_that_share_a_large_part(tmp_path: Path) -> None:
     assert outcome(data, tmp_path).read == "LimitError"
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x8b\x00\x00\x80\x00" + bytes(8 << 20) + b".", b"I" + b"9" * 5_000 + b"\n.", b"L" + b"9" * 5_000 + b"L\n.",
-        b"}\x8b\x00\x00\x80\x00" + bytes(8 << 20) + b"Ns.",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("data", [
+    b"\x8b\x00\x00\x80\x00" + bytes(8 << 20) + b".", b"I" + b"9" * 5_000 + b"\n.", b"L" + b"9" * 5_000 + b"L\n.",
+    b"}\x8b\x00\x00\x80\x00" + bytes(8 << 20) + b"Ns.",
+])  # fmt: skip
 def test_PK_26_big_integers(data: bytes) -> None:
     with pytest.raises(LimitError):
         machine(data)

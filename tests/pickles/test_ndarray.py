@@ -59,16 +59,12 @@ def test_every_plain_type(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.arange(24).reshape(2, 3, 4).transpose(1, 0, 2),
-        np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1), np.arange(10)[::2], np.array(5), np.zeros((0, 3)),
-        np.zeros((3, 0), order="F"), np.arange(5)[::-1], np.broadcast_to(np.arange(3), (2, 3)), np.ones((1, 1, 1)),
-        np.array([np.nan, -0.0, np.inf], np.float16), np.arange(30_000, dtype=np.int64),
-    ],
-    ids=range(12),
-)  # fmt: skip
+@pytest.mark.parametrize("array", [
+    np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.arange(24).reshape(2, 3, 4).transpose(1, 0, 2),
+    np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1), np.arange(10)[::2], np.array(5), np.zeros((0, 3)),
+    np.zeros((3, 0), order="F"), np.arange(5)[::-1], np.broadcast_to(np.arange(3), (2, 3)), np.ones((1, 1, 1)),
+    np.array([np.nan, -0.0, np.inf], np.float16), np.arange(30_000, dtype=np.int64),
+], ids=range(12))  # fmt: skip
 def test_every_order(array: Any, protocol: int) -> None:
     check(array, protocol)
 
@@ -94,16 +90,12 @@ def test_an_array_of_python_2() -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.array(["a", None], dtype=object), np.array(["a", "bc"]), np.array([b"a", b"bc"]),
-        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), np.array(["2020-01-01"], dtype="datetime64[D]"),
-        np.array([1], dtype="m8[s]"), np.array([b"x"], dtype="V3"),
-        np.ones(2, np.longdouble), np.ones(2, np.clongdouble),
-    ],
-    ids=range(9),
-)  # fmt: skip
+@pytest.mark.parametrize("array", [
+    np.array(["a", None], dtype=object), np.array(["a", "bc"]), np.array([b"a", b"bc"]),
+    np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), np.array(["2020-01-01"], dtype="datetime64[D]"),
+    np.array([1], dtype="m8[s]"), np.array([b"x"], dtype="V3"),
+    np.ones(2, np.longdouble), np.ones(2, np.clongdouble),
+], ids=range(9))  # fmt: skip
 def test_what_is_no_plain_number_stays_opaque(array: Any, protocol: int) -> None:
     made = machine(pickle.dumps(array, protocol))
     assert isinstance(made, Object)

@@ -88,14 +88,11 @@ def test_kinds_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written(root) == expected
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"shape": (4,), "stride": (1,)}, {"stride": (1, 2)}, {"offset": 1}, {"requires_grad": True},
-        {"kind": "parameter"}, {"neg": True}, {"conj": True}, {"dtype": BY_NAME["int32"]},
-        {"storage": storage(20, "cuda:1")}, {"storage": storage(24)}, {"storage": None},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"shape": (4,), "stride": (1,)}, {"stride": (1, 2)}, {"offset": 1}, {"requires_grad": True},
+    {"kind": "parameter"}, {"neg": True}, {"conj": True}, {"dtype": BY_NAME["int32"]},
+    {"storage": storage(20, "cuda:1")}, {"storage": storage(24)}, {"storage": None},
+])  # fmt: skip
 def test_one_that_differs(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part of a kind is looked at."""
     tensors = [matrix(storage(20)) for _ in range(8)]

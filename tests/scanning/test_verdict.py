@@ -299,14 +299,11 @@ def test_what_is_not_looked_into_is_said(head: bytes, tmp_path: Path) -> None:
     assert found.verdict == UNKNOWN and "not search" in found.remarks[0].reason
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"cos\nsystem\n(S'touch canary'\np0001\ntR.", b"I010\n0" + EVIL[2:], b"L 7L\n0" + EVIL[2:],
-        b"F1_0.5\n0" + EVIL[2:], b"I7\0x\n0" + EVIL[2:], b"I" + b"7" * 3000 + b"\n0" + EVIL[2:],
-        b"S'\\q'\n0" + EVIL[2:],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("head", [
+    b"cos\nsystem\n(S'touch canary'\np0001\ntR.", b"I010\n0" + EVIL[2:], b"L 7L\n0" + EVIL[2:],
+    b"F1_0.5\n0" + EVIL[2:], b"I7\0x\n0" + EVIL[2:], b"I" + b"7" * 3000 + b"\n0" + EVIL[2:],
+    b"S'\\q'\n0" + EVIL[2:],
+])  # fmt: skip
 def test_what_cpython_may_read_is_never_passed_over(head: bytes, tmp_path: Path) -> None:
     """A stop of ckptkit's own says nothing about what follows, under any name and inside files."""
     for suffix in (".pth", ".txt", ".pkl"):
@@ -318,16 +315,13 @@ def test_what_cpython_may_read_is_never_passed_over(head: bytes, tmp_path: Path)
 _MAGIC = 0x1950A86A20F9469CFC6C
 
 
-@pytest.mark.parametrize(
-    "magic",
-    [
-        f"I{_MAGIC}\n.".encode(), f"L{_MAGIC}L\n.".encode(),
-        b"NN00\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b".",
-        b"\x80\x04K\1\x85\x8b\x0a\0\0\0" + _MAGIC.to_bytes(10, "little") + b".",
-        call("decimal.Decimal", text(str(_MAGIC))) + b".",
-        call("fractions.Fraction", text(str(_MAGIC))) + b".",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("magic", [
+    f"I{_MAGIC}\n.".encode(), f"L{_MAGIC}L\n.".encode(),
+    b"NN00\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b".",
+    b"\x80\x04K\1\x85\x8b\x0a\0\0\0" + _MAGIC.to_bytes(10, "little") + b".",
+    call("decimal.Decimal", text(str(_MAGIC))) + b".",
+    call("fractions.Fraction", text(str(_MAGIC))) + b".",
+])  # fmt: skip
 def test_the_magic_number_of_legacy_files_is_a_value(magic: bytes, tmp_path: Path) -> None:
     """However it is spelled, torch.load reads four more pickles."""
     for more in (EVIL, b"I1001\n.}." + EVIL, b"I1001\n.(d." + PLAIN + EVIL[2:]):
