@@ -41,11 +41,15 @@ def state() -> State:
     }
 
 
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def by_hand(state: State) -> dict[str, str]:
     found = {}
     for name, tensor in state.items():
         head = f"{str(tensor.dtype).removeprefix('torch.')} {','.join(map(str, tensor.shape))}\n".encode()
-        found[name] = hashlib.sha256(head + tensor.contiguous().numpy().tobytes()).hexdigest()
+        found[name] = sha256(head + tensor.contiguous().numpy().tobytes())
     return found
 
 
@@ -59,28 +63,20 @@ def test_they_are_equal_across_formats(maker: type[FormatConformance], tmp_path:
 
 def test_views_are_what_they_show(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    torch.save(
-        {"t": base.t(), "row": base[1], "wide": base[:1].expand(2, 4)}, tmp_path / "views.pth"
-    )
+    views = {"t": base.t(), "row": base[1], "wide": base[:1].expand(2, 4)}
+    torch.save(views, tmp_path / "views.pth")
     plain = {name: each.contiguous() for name, each in torch.load(tmp_path / "views.pth").items()}
     assert digest(tmp_path / "views.pth").ids == by_hand(plain)
 
 
 def test_what_is_beside_the_weights_counts_with_everything_alone(tmp_path: Path) -> None:
-    net = {"w": torch.ones(2)}
-    torch.save(
-        {"model": net, "optimizer": {"state": {0: {"m": torch.zeros(2)}}}, "epoch": 1},
-        tmp_path / "run.pth",
-    )
+    net, state = {"w": torch.ones(2)}, {"state": {0: {"m": torch.zeros(2)}}}
+    torch.save({"model": net, "optimizer": state, "epoch": 1}, tmp_path / "run.pth")
     torch.save(net, tmp_path / "net.pth")
     assert digest(tmp_path / "run.pth").whole == digest(tmp_path / "net.pth").whole
-    assert list(digest(tmp_path / "run.pth", everything=True).ids) == [
-        "model.w",
-        "optimizer.state.0.m",
-    ]
-    torch.save(
-        {"param_groups": [], "state": {0: {"m": torch.zeros(2)}}}, tmp_path / "optimizer.pth"
-    )
+    every = digest(tmp_path / "run.pth", everything=True).ids
+    assert list(every) == ["model.w", "optimizer.state.0.m"]
+    torch.save({"param_groups": [], **state}, tmp_path / "optimizer.pth")
     with pytest.raises(UsageError, match="optimizer"):
         digest(tmp_path / "optimizer.pth")
     assert list(digest(tmp_path / "optimizer.pth", everything=True).ids) == ["state.0.m"]
@@ -114,16 +110,9 @@ def test_damage_says_which_tensor(maker: type[FormatConformance], tmp_path: Path
 # Manifests
 
 NAMES = (
-    "plain",
-    "с ключом",
-    "back\\slash",
-    "line\nbreak",
-    "cr\rtab\t",
-    "\x1b[31mred",
-    "\u202eevil",
-    "\ud800",
-    "",
-)
+    "plain", "с ключом", "back\\slash", "line\nbreak", "cr\rtab\t", "\x1b[31mred", "\u202eevil",
+    "\ud800", "",
+)  # fmt: skip
 
 
 def printable(text: str) -> str:
@@ -133,9 +122,7 @@ def printable(text: str) -> str:
 
 
 def test_every_name_comes_back() -> None:
-    ids = {
-        name: hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest() for name in NAMES
-    }
+    ids = {name: sha256(name.encode("utf-8", "surrogatepass")) for name in NAMES}
     lines = manifest_lines(ids, printable)
     assert all(line.isprintable() for line in lines)
     assert parse_manifest("\n".join(lines).encode()) == ids
@@ -152,12 +139,9 @@ def test_the_lines_are_those_of_sha256sum(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text(name)
     done = subprocess.run(["sha256sum", *names], cwd=tmp_path, capture_output=True, check=True)
-    ids = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+    ids = {name: sha256(name.encode()) for name in names}
     assert sorted(done.stdout.decode().splitlines()) == sorted(manifest_lines(ids, printable)[1:])
-    assert (
-        whole_digest(ids)
-        == hashlib.sha256(b"".join(sorted(done.stdout.splitlines(keepends=True)))).hexdigest()
-    )
+    assert whole_digest(ids) == sha256(b"".join(sorted(done.stdout.splitlines(keepends=True))))
 
 
 GOOD = "\n".join(manifest_lines({"a": "0" * 64, "b": "1" * 64}, str)) + "\n"

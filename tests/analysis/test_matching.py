@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice, product
+from string import ascii_lowercase
 
 import pytest
 from hypothesis import given
@@ -28,34 +30,22 @@ def layers(form: str, numbers: range, parts: Shapes) -> dict[str, tuple[int, ...
 
 
 LINEAR: Shapes = {"weight": (8, 8), "bias": (8,)}
+QKV: Shapes = {f"{x}.weight": (8, 8) for x in ("query", "key", "value")}
 
 
 def test_a_rule_is_used_everywhere() -> None:
     """One layer fits in two places; the other layers decide which."""
-    parts = {
-        "attn.q.weight": (8, 8),
-        "attn.k.weight": (8, 8),
-        "mlp.up.weight": (32, 8),
-        "norm.weight": (8,),
-    }
+    parts = {"attn.q.w": (8, 8), "attn.k.w": (8, 8), "mlp.up.w": (32, 8), "norm.w": (8,)}
     old = layers("encoder.layer.{}.{}", range(4), parts)
-    new = {
-        "blocks." + name.removeprefix("encoder.layer."): shape
-        for name, shape in reversed(old.items())
-    }
-    found = matched(old, new)
-    assert all(
-        pair.new == "blocks." + pair.old.removeprefix("encoder.layer.") for pair in found.renamed
-    )
-    assert len(found.renamed) == 16
+    names = {name: name.replace("encoder.layer.", "blocks.") for name in reversed(old)}
+    found = matched(old, {new: old[name] for name, new in names.items()})
+    assert {pair.old: pair.new for pair in found.renamed} == names
     assert {(pair.why, pair.confidence) for pair in found.renamed} == {("suffix", 0.95)}
 
 
 def test_the_longest_suffix_wins() -> None:
-    old = {"a.head.weight": (3, 3)}
-    assert paired(old, {"b.weight": (3, 3), "c.head.weight": (3, 3)}) == {
-        "a.head.weight": "c.head.weight"
-    }
+    new = {"b.weight": (3, 3), "c.head.weight": (3, 3)}
+    assert paired({"a.head.weight": (3, 3)}, new) == {"a.head.weight": "c.head.weight"}
 
 
 @pytest.mark.parametrize(
@@ -68,24 +58,18 @@ def test_prefixes(there: str, back: str) -> None:
 
 
 def test_names_decide_where_shapes_are_equal_and_the_order_is_another() -> None:
-    old = layers(
-        "h.{}.attention.{}", range(3), {f"{x}.weight": (8, 8) for x in ("query", "key", "value")}
-    )
-    new = layers(
-        "blocks.{}.attn.{}", range(3), {f"{x}_proj.weight": (8, 8) for x in ("k", "v", "q")}
-    )
-    found = paired(old, new)
-    assert len(found) == 9
-    assert all(
-        a.split(".")[3][0] == b.split(".")[3][0] and a.split(".")[1] == b.split(".")[1]
-        for a, b in found.items()
-    )
+    old = layers("h.{}.attention.{}", range(3), QKV)
+    new = layers("blocks.{}.attn.{}", range(3), {f"{x}_proj.weight": (8, 8) for x in "kvq"})
+    assert paired(old, new) == {
+        f"h.{n}.attention.{x}.weight": f"blocks.{n}.attn.{x[0]}_proj.weight"
+        for n in range(3)
+        for x in ("query", "key", "value")
+    }
 
 
 def test_order_decides_where_names_say_nothing() -> None:
-    old = layers("h.{}.{}", range(3), {f"{x}.weight": (8, 8) for x in ("query", "key", "value")})
-    new = layers("h.{}.{}", range(3), {f"{x}.weight": (8, 8) for x in ("0", "1", "2")})
-    found = matched(old, new)
+    new = layers("h.{}.{}", range(3), {f"{x}.weight": (8, 8) for x in "012"})
+    found = matched(layers("h.{}.{}", range(3), QKV), new)
     assert {pair.old.split(".")[2]: pair.new.split(".")[2] for pair in found.renamed} == {
         "query": "0", "key": "1", "value": "2",
     }  # fmt: skip
@@ -138,17 +122,10 @@ def test_the_bias_goes_where_its_weight_goes() -> None:
 
 
 def test_the_nearest_names_of_a_shape() -> None:
-    old = {
-        "net.decoder.attention.gain": (5, 5),
-        "net.decoder.mlp.gain": (5, 5),
-        "net.zzz.www": (5, 5),
-    }
-    new = {"net.decoder.mlp.gains": (5, 5), "net.decoder.attention.gains": (5, 5)}
-    found = matched(old, new)
-    assert {pair.old: pair.new for pair in found.renamed} == {
-        "net.decoder.attention.gain": "net.decoder.attention.gains",
-        "net.decoder.mlp.gain": "net.decoder.mlp.gains",
-    }
+    names = ("net.decoder.attention.gain", "net.decoder.mlp.gain")
+    old = dict.fromkeys((*names, "net.zzz.www"), (5, 5))
+    found = matched(old, {f"{name}s": (5, 5) for name in reversed(names)})
+    assert [(pair.old, pair.new) for pair in found.renamed] == [(n, f"{n}s") for n in names]
     assert {pair.why for pair in found.renamed} == {"edit"}
 
 
@@ -162,15 +139,10 @@ def test_other_shapes_are_never_renamed() -> None:
     new = {"fc.weight": (7, 8), "a.weight": (8, 8), "a.bias": (8,)}
     found = matched(old, new)
     assert [pair.old for pair in found.renamed] == ["module.a.weight", "module.a.bias"]
-    ((a, b, ours, theirs, confidence, why),) = found.reshaped
-    assert (a, b, ours.shape, theirs.shape, why) == (
-        "module.fc.weight",
-        "fc.weight",
-        (10, 8),
-        (7, 8),
-        "suffix",
-    )
-    assert confidence < 0.5
+    (pair,) = found.reshaped
+    assert (pair.old, pair.new, pair.why) == ("module.fc.weight", "fc.weight", "suffix")
+    assert (pair.a.shape, pair.b.shape) == ((10, 8), (7, 8))
+    assert pair.confidence < 0.5
 
 
 def test_pairs_of_equal_dtype_come_first() -> None:
@@ -179,14 +151,9 @@ def test_pairs_of_equal_dtype_come_first() -> None:
     assert {pair.old: pair.new for pair in match(old, new).renamed} == {"a": "d", "b": "c"}
 
 
-NAMES = st.lists(
-    st.sampled_from(("a", "b", "layer", "0", "1", "10", "conv2", "weight", "")),
-    min_size=1,
-    max_size=4,
-)
-SIDES = st.dictionaries(
-    NAMES.map(".".join), st.sampled_from(((), (2,), (2, 2), (3, 2))), max_size=12
-)
+WORDS = st.sampled_from(("a", "b", "layer", "0", "1", "10", "conv2", "weight", ""))
+NAMES = st.lists(WORDS, min_size=1, max_size=4).map(".".join)
+SIDES = st.dictionaries(NAMES, st.sampled_from(((), (2,), (2, 2), (3, 2))), max_size=12)
 
 
 @given(SIDES, SIDES)
@@ -201,9 +168,8 @@ def test_each_key_once_and_of_one_shape(old: Shapes, new: Shapes) -> None:
     assert all(old[pair.old] == new[pair.new] for pair in found.renamed)
     assert all(old[pair.old] != new[pair.new] for pair in found.reshaped)
     assert all(0 < pair.confidence < 1 for pair in pairs)
-    assert [pair.old for pair in found.renamed] == [
-        name for name in old if name in {p.old for p in found.renamed}
-    ]
+    renamed = [pair.old for pair in found.renamed]
+    assert renamed == [name for name in old if name in renamed]
 
 
 def test_many_keys_with_nothing_in_common_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +183,7 @@ def test_many_keys_with_nothing_in_common_are_bounded(monkeypatch: pytest.Monkey
         return 0.0
 
     monkeypatch.setattr(matching, "similarity", counted)
-    words = [
-        f"{chr(97 + n % 26)}{chr(97 + n // 26 % 26)}{chr(97 + n // 676)}" for n in range(2_000)
-    ]
+    words = ["".join(each) for each in islice(product(ascii_lowercase, repeat=3), 2_000)]
     found = matched(
         {f"{w}.x{w}": (n % 9, 4) for n, w in enumerate(words)},
         {f"{w}q.y{w}": (4, 4) for w in words[:1500]},

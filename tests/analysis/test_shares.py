@@ -37,12 +37,8 @@ def test_a_training_file() -> None:
         WEIGHTS, "model.a.weight", "a.weight", 4, 16, None,
     )  # fmt: skip
     assert (tied.parameters, tied.nbytes, tied.same) == (0, 0, 0)
-    assert (bias.parameters, average.role, average.parameters, average.nbytes) == (
-        1,
-        OPTIMIZER,
-        0,
-        16,
-    )
+    assert bias.parameters == 1
+    assert (average.role, average.parameters, average.nbytes) == (OPTIMIZER, 0, 16)
     assert (mean.role, mean.label, mean.nbytes) == (OTHER, "mean", 4)
 
 
@@ -55,10 +51,8 @@ def test_what_is_an_optimizer_lies_below_one() -> None:
 def test_views_count_their_elements() -> None:
     whole = tensor(1, 2, 3, 4)
     parts = [view(whole, (2,)), view(whole, (2,), offset=2), view(whole, (2, 1))]
-    assert [
-        each.parameters
-        for each in found(checkpoint({str(n): part for n, part in enumerate(parts)}))
-    ] == [2, 2, 2]
+    made = checkpoint({str(n): part for n, part in enumerate(parts)})
+    assert [each.parameters for each in found(made)] == [2, 2, 2]
 
 
 def test_a_weight_that_is_somewhere_else_too_counts() -> None:
@@ -90,12 +84,8 @@ def test_all_together_are_the_totals(name: str) -> None:
 
 
 def test_the_tree() -> None:
-    root = {
-        "enc.0.w": tensor(1, 2),
-        "enc.1.w": tensor(1),
-        "enc": tensor(1, 1, 1),
-        "enc.1.w.x": tensor(9),
-    }
+    root = {"enc.0.w": tensor(1, 2), "enc.1.w": tensor(1), "enc": tensor(1, 1, 1)}
+    root["enc.1.w.x"] = tensor(9)
     tree = branches(found(checkpoint(root)))
     enc = tree.children["enc"]
     assert (enc.tensors, enc.parameters, enc.nbytes, enc.path) == (4, 7, 28, "enc")

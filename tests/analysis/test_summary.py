@@ -85,9 +85,8 @@ def test_totals() -> None:
 
 
 def test_unused_bytes_of_a_storage() -> None:
-    assert (
-        summarize(checkpoint({"a": view(tensor(*range(100)), (10,))})).totals.unused_nbytes == 360
-    )
+    found = summarize(checkpoint({"a": view(tensor(*range(100)), (10,))}))
+    assert found.totals.unused_nbytes == 360
 
 
 @pytest.mark.parametrize(
@@ -120,9 +119,8 @@ def test_values(node: Node, expected: tuple[str, object]) -> None:
 
 
 def test_numpy_scalars_are_values() -> None:
-    scalar = opaque(
-        "numpy.core.multiarray.scalar", opaque("numpy.dtype", "f8", False, True), b"\0" * 8
-    )
+    dtype = opaque("numpy.dtype", "f8", False, True)
+    scalar = opaque("numpy.core.multiarray.scalar", dtype, b"\0" * 8)
     scalar.value = 0.25
     found = summarize(checkpoint({"best": scalar}))
     assert values(found) == {("best",): ("numpy.scalar", 0.25)}
@@ -149,16 +147,11 @@ def test_an_object_that_is_a_tensor_is_one_row() -> None:
 
 
 def test_calls_that_no_checkpoint_needs_are_pointed_out() -> None:
-    root = {
-        "a": opaque("posix.system", "id"),
-        "b": [opaque("posix.system", "ls")],
-        "c": opaque("argparse.Namespace"),
-    }
+    root = {"a": opaque("posix.system", "id"), "b": [opaque("posix.system", "ls")]}
+    root["c"] = opaque("argparse.Namespace")
     (warning,) = summarize(checkpoint(root)).warnings
-    assert (
-        warning
-        == "loading this file with pickle would call posix.system (the value at a) and 1 more"
-    )
+    call = "posix.system (the value at a) and 1 more"
+    assert warning == f"loading this file with pickle would call {call}"
     (found,) = coded([warning], RUNS_CODE)
     assert found.facts == {"call": "posix.system", "values": 2}
 
@@ -181,10 +174,8 @@ def test_a_key_chooses() -> None:
 def test_the_same_weights_at_two_places_are_named_once() -> None:
     shared = {"a": tensor(1)}
     found = summarize(checkpoint({"model": shared, "copy": shared}))
-    assert [(row.name, row.path) for row in found.rows] == [
-        ("a", ("model", "a")),
-        (None, ("copy", "a")),
-    ]
+    rows = [(row.name, row.path) for row in found.rows]
+    assert rows == [("a", ("model", "a")), (None, ("copy", "a"))]
 
 
 def test_a_cycle_ends() -> None:
@@ -218,11 +209,8 @@ def test_RS_05_keys_that_compare_for_ever_are_not_compared() -> None:
 @pytest.mark.parametrize("make", [dict, OrderedMapping, lambda pairs: Pairs(list(pairs))])
 def test_containers_are_walked(make: Callable[[object], Node]) -> None:
     root = {"x": make([("n", [1, (2, SetNode([3]))])])}
-    assert [each.path for each in summarize(checkpoint(root)).values] == [
-        ("x", "n", 0),
-        ("x", "n", 1, 0),
-        ("x", "n", 1, 1, 0),
-    ]
+    paths = [each.path for each in summarize(checkpoint(root)).values]
+    assert paths == [("x", "n", 0), ("x", "n", 1, 0), ("x", "n", 1, 1, 0)]
 
 
 def test_what_the_checkpoint_says_of_itself() -> None:
@@ -250,11 +238,8 @@ def test_a_tensor_subclass_shows_what_it_is_made_of(masked: Path) -> None:
     }  # fmt: skip
     assert [row.name for row in found.rows] == ["w", None, None, "b"]
     assert (rows["w"].device, rows["w"].tensor.shape) == ("cpu", (4,))
-    assert (found.totals.nbytes, found.totals.storage_nbytes, found.totals.parameters) == (
-        28,
-        28,
-        6,
-    )
+    totals = found.totals
+    assert (totals.nbytes, totals.storage_nbytes, totals.parameters) == (28, 28, 6)
 
 
 def test_nothing_advises_to_drop_a_tensor_subclass(
