@@ -112,13 +112,8 @@ def source(request: pytest.FixtureRequest) -> Source:
         alone = isinstance(root, torch.nn.Module) or facts["format"] == "deepspeed"
         weights = facts["weights"] if alone else None
         root = root if weights is None else as_state(root, weights)
-        return Source(
-            fixture.path,
-            root,
-            frozenset(facts["devices"]),
-            facts.get("weights_only", True),
-            weights,
-        )
+        safe = facts.get("weights_only", True)
+        return Source(fixture.path, root, frozenset(facts["devices"]), safe, weights)
     corpus: Corpus = request.getfixturevalue("corpus")
     path = corpus / name
     return Source(path, torch_load(path), frozenset(tags(path)))
@@ -153,11 +148,9 @@ def leaves(root: Any) -> Iterator[tuple[Keys, Any]]:
 
 
 def as_numbers(value: Any) -> Any:
-    return (
-        torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
-        if isinstance(value, np.ndarray)
-        else value
-    )
+    if not isinstance(value, np.ndarray):
+        return value
+    return torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
 
 
 def facts(root: Any) -> Facts:
@@ -167,17 +160,10 @@ def facts(root: Any) -> Facts:
     memory = [each.untyped_storage() for each in tensors.values()]
     places = {path: place(t, memory) for path, t in tensors.items()}
     geometry = {
-        path: (
-            t.dtype,
-            tuple(t.shape),
-            t.stride(),
-            places[path][1],
-            t.requires_grad,
-            t.is_conj(),
-            elements(t),
-        )
+        path: (t.dtype, tuple(t.shape), t.stride(), places[path][1], t.requires_grad, t.is_conj(),
+               elements(t))
         for path, t in tensors.items()
-    }
+    }  # fmt: skip
     values = {path: text(value) for path, value in leaves(root) if not torch.is_tensor(value)}
     shared = sharing({str(path): places[path][0] for path, t in tensors.items() if t.numel()})
     return geometry, values, shared, metadata(root)
@@ -189,11 +175,8 @@ def place(tensor: torch.Tensor, memory: list[torch.UntypedStorage]) -> tuple[int
     """
     mine = tensor.untyped_storage()
     start, end = mine.data_ptr(), mine.data_ptr() + mine.nbytes()
-    around = [
-        each.data_ptr()
-        for each in memory
-        if each.data_ptr() <= start and end <= each.data_ptr() + each.nbytes()
-    ]
+    spans = [(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in memory]
+    around = [first for first, last in spans if first <= start and end <= last]
     origin = min(around) if mine.nbytes() else start
     return origin, start - origin + int(tensor.storage_offset()) * tensor.element_size()
 
@@ -216,17 +199,13 @@ def metadata(root: Any) -> list[Any]:
 
 def test_reads_what_torch_reads(source: Source) -> None:
     checkpoint = ckptkit.open(source.path)
-    ours = {
-        path: tensor
-        for path, node in walk(checkpoint.root)
-        if (tensor := as_tensor(node)) is not None
-    }
+    found = ((path, as_tensor(node)) for path, node in walk(checkpoint.root))
+    ours = {path: tensor for path, tensor in found if tensor is not None}
     if source.weights is not None:
         ours = {(name,): tensor for name, tensor in checkpoint.weights.items()}
     theirs = {path: value for path, value in leaves(source.root) if torch.is_tensor(value)}
-    whole = [
-        path for path in ours if not any(path[:n] in ours for n in range(1, len(path)))
-    ]  # no scales of quantized
+    # No scales of quantized tensors.
+    whole = [path for path in ours if not any(path[:n] in ours for n in range(1, len(path)))]
     assert whole == list(theirs)
     for path, want in theirs.items():
         got = ours[path]
@@ -286,10 +265,7 @@ def needs_weights(checkpoint: Checkpoint) -> None:
 def check_edited(source: Source, edit: str, out: Path, mmap: bool = False) -> None:
     """Everything but what was edited is as it was."""
     same = without_prefix if edit == "strip" else lambda found: found
-    for got, want in zip(
-        same(facts(source.load(out, mmap))), same(facts(source.root)), strict=True
-    ):
-        assert got == want
+    assert same(facts(source.load(out, mmap))) == same(facts(source.root))
     if zipfile.is_zipfile(out):
         assert tags(out, source.weights_only) == set(map(TAGS[edit], source.devices))
     if edit == "strip":
@@ -328,11 +304,8 @@ def test_safetensors_and_back(source: Source, tmp_path: Path) -> None:
     for key in checkpoint.required.path if source.weights is None else ():
         state = state[key]
     metadata = getattr(state, "_metadata", None)
-    state = {
-        name: numbers
-        for name, value in state.items()
-        if torch.is_tensor(numbers := as_numbers(value))
-    }
+    state = {name: as_numbers(value) for name, value in state.items()}
+    state = {name: each for name, each in state.items() if torch.is_tensor(each)}
     if any(BY_NAME[str(each.dtype)[6:]].safetensors is None for each in state.values()):
         with pytest.raises(TensorError, match="safetensors cannot store"):
             ckptkit.save(checkpoint, there)
@@ -407,19 +380,15 @@ def test_whole_module_without_its_class(corpus: Corpus) -> None:
     assert want
     assert got.keys() == want.keys()
     for name, (storage, offset, size, stride) in want.items():
-        assert (got[name].shape, got[name].stride, got[name].offset) == (
-            tuple(size),
-            tuple(stride),
-            offset,
-        )
+        assert (got[name].shape, got[name].stride) == (tuple(size), tuple(stride))
+        assert got[name].offset == offset
         assert storage_bytes(got[name]) == storage[2]
 
 
 def parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for part in (module._parameters, module._buffers):
-        yield from (
-            (prefix + name, value.args[0]) for name, value in part.items() if value is not None
-        )
+    for name, value in (*module._parameters.items(), *module._buffers.items()):
+        if value is not None:
+            yield prefix + name, value.args[0]
     for name, child in module._modules.items():
         yield from parameters(child, f"{prefix}{name}.")
 
@@ -431,12 +400,8 @@ def test_numpy_array_in_a_torch_file(corpus: Corpus) -> None:
         want = torch.load(path, weights_only=True)
     (got,) = [node for _, node in walk(ckptkit.open(path).root) if as_tensor(node) is not None]
     tensor = as_tensor(got)
-    assert tensor is not None
-    assert (tensor.kind, tensor.shape, tensor.dtype.name) == (
-        "ndarray",
-        want.shape,
-        str(want.dtype),
-    )
+    assert tensor is not None and tensor.kind == "ndarray"
+    assert (tensor.shape, tensor.dtype.name) == (want.shape, str(want.dtype))
     assert elements_of(tensor) == want.tobytes()
 
 

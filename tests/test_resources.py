@@ -49,8 +49,8 @@ pytest.importorskip("resource", reason="this system limits no processes")
 
 MEMORY = 300 << 20  # bytes in use at once, of any hostile file
 MORE = {  # but of these, whose limits allow as much
-    "zeros-as-pickle": 560
-    << 20,  # a record is inflated as a whole: record_bytes, and once more while that grows
+    # A record is inflated as a whole: record_bytes, and once more while that grows.
+    "zeros-as-pickle": 560 << 20,
     "memo": 420 << 20,  # memo_entries, of 80 bytes each when they are traced
 }
 
@@ -132,9 +132,8 @@ def test_RS_04_more_in_a_file_than_memory(pieces: int, tmp_path: Path) -> None:
         file.write(header(json.dumps(entries).encode()))
         file.truncate(file.tell() + pieces * size)
     child = narrow("convert", path, tmp_path / "out.pth", DATA=180 << 20)
-    assert (child.code, child.stderr) == (0, "") and (
-        tmp_path / "out.pth"
-    ).stat().st_size > 300_000_000
+    assert (child.code, child.stderr) == (0, "")
+    assert (tmp_path / "out.pth").stat().st_size > 300_000_000
     assert child.memory < 150 << 20
 
 
@@ -143,9 +142,8 @@ def test_RS_04_no_memory_is_an_error_of_the_input(tmp_path: Path) -> None:
     path = tmp_path / "in.pth"
     path.write_bytes(pth(pickle.dumps(list(range(1 << 20, (1 << 20) + 3_000_000)), 2)))
     child = narrow("convert", path, tmp_path / "out.pth", DATA=60 << 20)
-    assert (
-        child.code in (3, 4) and "memory" in child.stderr and len(child.stderr.splitlines()) <= 2
-    ), child
+    assert child.code in (3, 4), child
+    assert "memory" in child.stderr and len(child.stderr.splitlines()) <= 2
     assert os.listdir(tmp_path) == ["in.pth"]
 
 
@@ -156,9 +154,8 @@ def test_a_small_address_space(mebibytes: int, tmp_path: Path) -> None:
     shutil.copy(ROOT / "fixtures/torch-zip/dp_wrapped_cuda1.pth", tmp_path / "in.pth")
     limit = mebibytes << 20
     assert narrow("inspect", tmp_path / "in.pth", AS=limit).code == 0
-    child = narrow(
-        "convert", "--cast", "float16", tmp_path / "in.pth", tmp_path / "o.pth", AS=limit
-    )
+    words = ("convert", "--cast", "float16", tmp_path / "in.pth", tmp_path / "o.pth")
+    child = narrow(*words, AS=limit)
     assert child.code == 3 and child.stderr.startswith("error: needs more memory"), child
     assert f"{mebibytes} MiB" in child.stderr
     assert os.listdir(tmp_path) == ["in.pth"]
@@ -247,10 +244,8 @@ def test_FS_01_what_is_no_file_is_refused_at_once(
         out = [tmp_path / "out.pth"] if command == "convert" else []
         child = narrow(command, path, *out, CPU=10)
         empty = name in ("empty.pth", "/proc/self/mem")  # the latter says that it is
-        assert child.code in ((0, 1) if empty and command in ("scan", "verify") else (3,)), (
-            name,
-            child,
-        )
+        expected = (0, 1) if empty and command in ("scan", "verify") else (3,)
+        assert child.code in expected, (name, child)
         assert not (tmp_path / "out.pth").exists()
 
 
@@ -273,9 +268,8 @@ def test_FS_02_a_file_of_fifteen_terabytes_that_takes_no_room(tmp_path: Path) ->
     tidy(child)
     assert "16.5 TB" in child.stdout and child.memory < 60 << 20
     child = narrow("convert", path, tmp_path / "out.pth", CPU=10)
-    assert (
-        child.code == 4 and "free" in child.stderr and os.listdir(tmp_path) == ["in.safetensors"]
-    ), child
+    assert child.code == 4 and "free" in child.stderr, child
+    assert os.listdir(tmp_path) == ["in.safetensors"]
 
 
 def test_SH_08_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
@@ -286,9 +280,8 @@ def test_SH_08_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
         name = f"model-{number + 1:05}-of-{count:05}.safetensors"
         (tmp_path / name).write_bytes(header(text.replace('"a"', f'"t{number}"').encode(), 1))
         places[f"t{number}"] = name
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": places})
-    )
+    index = json.dumps({"metadata": {}, "weight_map": places})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
     assert narrow("inspect", tmp_path).code == 0
     child = narrow("inspect", tmp_path, NOFILE=256)
     assert child.code in (0, 3) and "Traceback" not in child.stderr
@@ -301,15 +294,8 @@ def test_SH_08_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
 # one of each kind of bomb, and what `CKPTKIT_REPRO` names (a folder), if it is set.
 
 LARGEST = 1 << 20
-SILENT = {
-    "browse",
-    "completion",
-    "train",
-    "formats",
-    "env",
-    "help",
-    "rules",
-}  # take no checkpoint, or a terminal
+# These take no checkpoint, or a terminal.
+SILENT = {"browse", "completion", "train", "formats", "env", "help", "rules"}
 OUT = ["F", "O.pth"]
 CALLS = {
     "inspect": ["F"], "strip-module": OUT, "add-module": OUT, "remap": [*OUT, "--to", "cpu"],
@@ -354,9 +340,8 @@ for line in sys.stdin:
 def bombs(folder: Path) -> None:
     """One of each kind that took a machine's memory or time."""
     torch.save({"w": torch.zeros(1).expand(1 << 40)}, folder / "expanded.pth")
-    torch.save(
-        {"w": torch.zeros(40_000).as_strided((1 << 14, 1 << 14), (1, 1))}, folder / "windows.pth"
-    )
+    windows = torch.zeros(40_000).as_strided((1 << 14, 1 << 14), (1, 1))
+    torch.save({"w": windows}, folder / "windows.pth")
     torch.save({f"w{n}": torch.zeros(1).expand(1 << 30) for n in range(500)}, folder / "many.pth")
     tied = torch.zeros(100_000)
     torch.save({f"w{n}": tied[n:] for n in range(3_000)}, folder / "views.pth")
@@ -396,21 +381,17 @@ def test_a_gigabyte_and_twenty_seconds(command: str, files: list[Path], tmp_path
     if command not in ("inspect", "convert", "scan", "run"):  # each file with each third command
         chosen = chosen[[*CALLS].index(command) % 3 :: 3]
     program = subprocess.Popen(
-        [sys.executable, "-c", DRIVER],
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
+        [sys.executable, "-c", DRIVER], env=ENVIRONMENT, text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
-    )
+    )  # fmt: skip
     assert program.stdin is not None and program.stdout is not None
     with program:
         for number, path in enumerate(chosen):
             out = str(tmp_path / f"out{number}")
             words = [
-                command,
-                *(word.replace("O", out, 1) if word[0] == "O" else word for word in CALLS[command]),
+                word.replace("O", out, 1) if word[0] == "O" else word for word in CALLS[command]
             ]
-            words = [str(path) if word == "F" else word for word in words]
+            words = [command, *(str(path) if word == "F" else word for word in words)]
             program.stdin.write(json.dumps(words) + "\n")
             program.stdin.flush()
             code, seconds, said = json.loads(program.stdout.readline())
@@ -477,16 +458,12 @@ def test_places_in_expanded_tensors() -> None:
 
 
 def test_digests_are_of_every_element_or_none(tmp_path: Path) -> None:
-    wide, plain = (
-        torch.tensor([[1.0], [2.0]]).expand(2, 50),
-        torch.tensor([[1.0], [2.0]]).expand(2, 50).contiguous(),
-    )
+    wide = torch.tensor([[1.0], [2.0]]).expand(2, 50)
     torch.save({"w": wide}, tmp_path / "wide.pth")
-    torch.save({"w": plain}, tmp_path / "plain.pth")
+    torch.save({"w": wide.contiguous()}, tmp_path / "plain.pth")
     assert digest(tmp_path / "wide.pth").ids == digest(tmp_path / "plain.pth").ids
-    torch.save(
-        {f"{n}": torch.zeros(1).expand(1 << 22) for n in range(9)}, tmp_path / "many.pth"
-    )  # 16 MiB each
+    many = {f"{n}": torch.zeros(1).expand(1 << 22) for n in range(9)}  # 16 MiB each
+    torch.save(many, tmp_path / "many.pth")
     found = digest(tmp_path / "many.pth")
     assert len(found.ids) == 4
     assert all("times the storage" in why for why in found.without.values())
@@ -494,11 +471,7 @@ def test_digests_are_of_every_element_or_none(tmp_path: Path) -> None:
 
 def test_windows_that_overlap_are_not_read_without_end(tmp_path: Path) -> None:
     ours = opened(tmp_path, torch.zeros(20_000).as_strided((10_000, 10_000), (1, 1)))
-    for read in (
-        lambda: list(parts(ours)),
-        lambda: nonfinite(ours),
-        lambda: compare(ours, ours),
-    ):
+    for read in (lambda: list(parts(ours)), lambda: nonfinite(ours), lambda: compare(ours, ours)):
         with pytest.raises(TensorError, match="EXPANSION"):
             read()
 
@@ -525,10 +498,8 @@ def test_the_pickles_of_a_file_share_a_limit(
     limited(monkeypatch, trace_bytes=50_000)
     found = scan(path)
     assert found.verdict == "unknown"
-    assert any(
-        "trace_bytes" in str((each.trace.error, found.remarks))
-        for each in (p.found for p in found.pickles)
-    )
+    errors = [each.found.trace.error for each in found.pickles]
+    assert "trace_bytes" in str((errors, found.remarks))
 
 
 # Files beside
@@ -537,20 +508,16 @@ def test_the_pickles_of_a_file_share_a_limit(
 @pytest.mark.parametrize("reading", [True, False])
 def test_a_manifest_that_is_none(reading: bool, tmp_path: Path) -> None:
     path = tmp_path / batch.MANIFEST
-    with open(path, "wb") as file:
-        file.truncate(3 << 30)
-    with (
-        pytest.raises(OutputError, match="manifest"),
-        batch.manifest(str(tmp_path), reading=reading),
-    ):
-        pass
-    path.unlink()
-    os.mkfifo(path)
-    with (
-        pytest.raises(OutputError, match="not a regular file"),
-        batch.manifest(str(tmp_path), reading=reading),
-    ):
-        pass
+    for said in ("manifest", "not a regular file"):
+        if said == "manifest":
+            path.touch()
+            os.truncate(path, 3 << 30)
+        else:
+            path.unlink()
+            os.mkfifo(path)
+        found = batch.manifest(str(tmp_path), reading=reading)
+        with pytest.raises(OutputError, match=said), found:
+            pass
 
 
 # Two at once
