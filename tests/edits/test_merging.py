@@ -41,6 +41,13 @@ def models(request: pytest.FixtureRequest, tmp_path: Path) -> list[Weights]:
     return made
 
 
+def stored(folder: Path, *names: str) -> None:
+    """Models at these paths, of the seeds 0, 1..."""
+    for seed, name in enumerate(names):
+        (folder / name).parent.mkdir(exist_ok=True)
+        save_file(model(seed, torch.float32), folder / name)
+
+
 def merged(folder: Path, numbers: list[int], **given: Any) -> Weights:
     if isinstance(given.get("base"), int):
         given["base"] = folder / f"{given['base']}.safetensors"
@@ -94,15 +101,9 @@ def test_slerp_is_on_the_arc(models: list[Weights], tmp_path: Path) -> None:
 
 
 def differences(
-    models: list[Weights],
-    name: str,
-    weights: list[float],
-    densities: list[float],
-    *,
-    consensus: bool,
-    normalize: bool,
-    scale: float = 1.0,
-) -> torch.Tensor:
+    models: list[Weights], name: str, weights: list[float], densities: list[float], *,
+    consensus: bool, normalize: bool, scale: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
     """The sum of the largest differences, each step in the dtype of the tensors."""
     base = models[0][name]
     kept = []
@@ -224,9 +225,7 @@ dtype: float32
 
 
 def test_a_configuration_of_mergekit_is_a_recipe(tmp_path: Path, ok: Ok) -> None:
-    for number, name in enumerate(("base", "one", "two")):
-        (tmp_path / name).mkdir()
-        save_file(model(number, torch.float32), tmp_path / name / "model.safetensors")
+    stored(tmp_path, *(f"{name}/model.safetensors" for name in ("base", "one", "two")))
     (tmp_path / "merge.yml").write_text(CONFIG)
     ok("run", tmp_path / "merge.yml", tmp_path, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -252,15 +251,9 @@ def test_a_configuration_of_mergekit_is_a_recipe(tmp_path: Path, ok: Ok) -> None
     ],
 )
 def test_configurations_that_are_refused(tmp_path: Path, run: Run, changed: str, said: str) -> None:
-    for number, name in enumerate(("base", "one", "two")):
-        save_file(model(number, torch.float32), tmp_path / f"{name}.safetensors")
-    text = CONFIG.replace("org/base", "base.safetensors").replace(
-        "model: one", "model: one.safetensors"
-    )
-    text = text.replace("model: two", "model: two.safetensors")
+    stored(tmp_path, "base", "one", "two")
     word = changed.partition(":")[0]
-    lines = re.sub(rf"^{word}:.*?(?=^\w|\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
-    changed = changed.replace("model: one", "model: one.safetensors")
+    lines = re.sub(rf"^{word}:.*?(?=^\w|\Z)", "", CONFIG, flags=re.MULTILINE | re.DOTALL)
     (tmp_path / "merge.yml").write_text(f"{lines}\n{changed}\n")
     done = run("run", tmp_path / "merge.yml", tmp_path, tmp_path / "out")
     assert done.code in (2, 3) and said in done.stderr
@@ -291,8 +284,7 @@ def test_configurations_that_are_refused(tmp_path: Path, run: Run, changed: str,
 def test_numbers_that_a_method_does_not_use(
     tmp_path: Path, given: dict[str, Any], said: str
 ) -> None:
-    for number in range(4):
-        save_file(model(number, torch.float32), tmp_path / f"{number}.safetensors")
+    stored(tmp_path, *(f"{number}.safetensors" for number in range(4)))
     with pytest.raises(CkptkitError, match=re.escape(said)):
         merged(tmp_path, [1, 2, 3], **given)
 

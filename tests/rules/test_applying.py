@@ -30,18 +30,14 @@ def assert_same(found: Any, expected: Any) -> None:
         assert raw(found[name]) == raw(tensor), name
 
 
-def recipe(folder: Path, lines: list[str], **beside: Any) -> Path:
+def written(folder: Path, *steps: Any, **more: Any) -> Path:
     path = folder / "recipe.yaml"
-    step = {"rules": lines, "keep": "rest", **beside}
-    path.write_text(json.dumps({"steps": [step]}))
+    path.write_text(json.dumps({"steps": steps, **more}))
     return path
 
 
-def dcp(state: Loaded, folder: Path) -> Path:
-    import torch.distributed.checkpoint as checkpoint
-
-    checkpoint.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
+def recipe(folder: Path, lines: list[str]) -> Path:
+    return written(folder, {"rules": lines, "keep": "rest"})
 
 
 CONTAINERS = ["model.safetensors", "model.pth", "shards", "dcp"]
@@ -55,7 +51,9 @@ def stored(state: Loaded, folder: Path, container: str) -> Path:
     elif container.endswith(".pth"):
         torch.save(state, path)
     elif container == "dcp":
-        dcp(state, path)
+        from torch.distributed import checkpoint
+
+        checkpoint.save(state, checkpoint_id=path, no_dist=True)
     else:
         path.mkdir()
         names = sorted(state)
@@ -116,9 +114,8 @@ def test_what_is_no_configuration(tmp_path: Path, run: Run, text: str) -> None:
 
 
 def test_one_line_rules(tmp_path: Path, run: Run, ok: Ok) -> None:
-    torch.save(
-        {"a.q": torch.ones(2, 3), "a.k": torch.zeros(2, 3), "n": torch.ones(1)}, tmp_path / "a.pth"
-    )
+    state = {"a.q": torch.ones(2, 3), "a.k": torch.zeros(2, 3), "n": torch.ones(1)}
+    torch.save(state, tmp_path / "a.pth")
     rule = "a.{p:q|k} [o i] -> qk [(p o) i]"
     ok("convert", tmp_path / "a.pth", tmp_path / "b.safetensors", "--rule", rule)
     expected = {"qk": torch.cat([torch.ones(2, 3), torch.zeros(2, 3)]), "n": torch.ones(1)}
@@ -168,8 +165,7 @@ def test_steps_in_a_row_and_back(tmp_path: Path, ok: Ok) -> None:
         {"wrap": "state_dict"},
         {"compute": {"model.f*": "x + 1"}},
     ]
-    path = tmp_path / "r.json.yaml"
-    path.write_text(json.dumps({"steps": steps, "args": {"two": 2, "h": "config.heads or 4"}}))
+    path = written(tmp_path, *steps, args={"two": 2, "h": "config.heads or 4"})
     weight = torch.randn(48, 5)
     torch.save({"qkv": weight}, tmp_path / "a.pth")
     ok("run", path, tmp_path / "a.pth", tmp_path / "b.pth", "--arg", "h=2")
@@ -192,8 +188,7 @@ def test_steps_in_a_row_and_back(tmp_path: Path, ok: Ok) -> None:
 )
 def test_what_cannot_be_undone(step: Any, said: str, tmp_path: Path, run: Run) -> None:
     torch.save({"y.a": torch.ones(1), "y.b": torch.ones(2)}, tmp_path / "a.pth")
-    (tmp_path / "r.yaml").write_text(json.dumps({"steps": [step]}))
-    done = run("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth", "--reverse")
+    done = run("run", written(tmp_path, step), tmp_path / "a.pth", tmp_path / "b.pth", "--reverse")
     assert done.code == 2
     assert said in done.stderr
 
@@ -245,9 +240,8 @@ def applied(state: Any, *lines: str, tmp_path: Path, **given: Any) -> Any:
 
 
 def test_a_target_has_a_storage_of_its_own(tmp_path: Path) -> None:
-    _, found = applied(
-        {"qkv": torch.arange(12.0)}, "qkv [(p o)] -> {p:q|k|v} [o]", tmp_path=tmp_path
-    )
+    state = {"qkv": torch.arange(12.0)}
+    _, found = applied(state, "qkv [(p o)] -> {p:q|k|v} [o]", tmp_path=tmp_path)
     assert [found[p].untyped_storage().nbytes() for p in "qkv"] == [16, 16, 16]
 
 
@@ -309,9 +303,8 @@ def test_metadata_goes_where_the_modules_go(tmp_path: Path) -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.experts = torch.nn.ModuleList(
-                [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
-            )
+            both = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
+            self.experts = torch.nn.ModuleList(both)
             self.norm = torch.nn.BatchNorm1d(2)
             self.act = torch.nn.ReLU()
 
@@ -342,9 +335,7 @@ def test_fixtures_of_each_kind_of_input(tmp_path: Path) -> None:
 
     array = np.arange(60, dtype=">f4").reshape(5, 12)
     np.savez_compressed(tmp_path / "a.npz", x=array)
-    made = ckptkit.apply_rules(
-        ckptkit.open(tmp_path / "a.npz"), "x [o (h d)] -> y [(h o) d] with h=3"
-    )
+    made = ckptkit.apply_rules(tmp_path / "a.npz", "x [o (h d)] -> y [(h o) d] with h=3")
     ckptkit.save(made, tmp_path / "b.pth")
     expected = array.astype("<f4").reshape(5, 3, 4).transpose(1, 0, 2).reshape(15, 4)
     assert torch.load(tmp_path / "b.pth")["y"].tolist() == expected.tolist()
@@ -353,19 +344,19 @@ def test_fixtures_of_each_kind_of_input(tmp_path: Path) -> None:
 def test_ties_and_entries_are_steps(tmp_path: Path, run: Run, ok: Ok) -> None:
     weight = torch.ones(2, 3)
     torch.save({"model": {"embed.weight": weight}, "optimizer": {"x": 1}}, tmp_path / "a.pth")
-    steps = [{"drop-entry": ["optimizer", "none"]}, {"tie": {"head.weight": "embed.weight"}}]
-    (tmp_path / "r.yaml").write_text(json.dumps({"steps": steps}))
-    done = run("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
+    steps = {"drop-entry": ["optimizer", "none"]}, {"tie": {"head.weight": "embed.weight"}}
+    path = written(tmp_path, *steps)
+    done = run("run", path, tmp_path / "a.pth", tmp_path / "b.pth")
     assert done.code == 0, done.stderr
     assert "there is no entry 'none'" in done.stderr
     found = torch.load(tmp_path / "b.pth")
     assert list(found) == ["model"]
     assert found["model"]["head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
-    ok("run", tmp_path / "r.yaml", tmp_path / "b.pth", tmp_path / "c.pth", "--reverse")
+    ok("run", path, tmp_path / "b.pth", tmp_path / "c.pth", "--reverse")
     assert list(torch.load(tmp_path / "c.pth")["model"]) == ["embed.weight"]
     apart = {"model": {"embed.weight": weight, "head.weight": weight.clone()}}
     torch.save(apart, tmp_path / "d.pth")
-    done = run("run", tmp_path / "r.yaml", tmp_path / "d.pth", tmp_path / "e.pth", "--reverse")
+    done = run("run", path, tmp_path / "d.pth", tmp_path / "e.pth", "--reverse")
     assert done.code == 2
     assert "is not tied" in done.stderr
 

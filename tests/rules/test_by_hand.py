@@ -40,10 +40,8 @@ def gemma() -> tuple[State, State]:
             f"{old}.self_attn.{p}_proj.weight": w for p, w in zip("qkvo", (q, k, v, o), strict=True)
         }
         here |= {f"{old}.mlp.gate_proj.weight": gate, f"{old}.mlp.up_proj.weight": up}
-        here |= {
-            f"{old}.mlp.down_proj.weight": down,
-            f"{old}.input_layernorm.weight": torch.randn(WIDTH),
-        }
+        here |= {f"{old}.mlp.down_proj.weight": down}
+        here |= {f"{old}.input_layernorm.weight": torch.randn(WIDTH)}
         new = f"transformer.layer_{n}"
         there |= {
             f"{new}.attn.q_einsum.w": q.unflatten(0, (4, 6)).mT,

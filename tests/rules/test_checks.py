@@ -23,13 +23,8 @@ Sizes = dict[str, tuple[int, ...]]
 @pytest.fixture
 def net(tmp_path: Path) -> Path:
     weight = torch.ones(6, 4)
-    bad = torch.tensor([1.0, float("nan"), float("inf")])
-    state = {
-        "embed.weight": weight,
-        "head.weight": weight.clone(),
-        "bad": bad,
-        "n": torch.tensor(1),
-    }
+    state = {"embed.weight": weight, "head.weight": weight.clone(), "n": torch.tensor(1)}
+    state["bad"] = torch.tensor([1.0, float("nan"), float("inf")])
     torch.save(state, tmp_path / "net.pth")
     return tmp_path / "net.pth"
 
@@ -182,11 +177,7 @@ VAE_CONFIG = {
     ids=["unet", "vae"],
 )  # fmt: skip
 def test_config_of_diffusers(
-    shapes: dict[str, tuple[int, ...]],
-    config: dict[str, Any],
-    changes: dict[str, Any],
-    tmp_path: Path,
-    run: Run,
+    shapes: Sizes, config: dict[str, Any], changes: dict[str, Any], tmp_path: Path, run: Run
 ) -> None:
     state = {name: torch.zeros(shape) for name, shape in shapes.items()}
     save_file(state, tmp_path / "diffusion_pytorch_model.safetensors")
@@ -215,9 +206,8 @@ def test_nothing_to_check(config: dict[str, Any] | None, tmp_path: Path, run: Ru
 
 
 def test_stacked_experts_are_counted(tmp_path: Path, run: Run) -> None:
-    save_file(
-        {"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 2, 2)}, tmp_path / "m.safetensors"
-    )
+    stacked = {"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 2, 2)}
+    save_file(stacked, tmp_path / "m.safetensors")
     (tmp_path / "config.json").write_text('{"num_experts": 8}')
     done = run("check", tmp_path / "m.safetensors")
     assert "num_experts is 8, but the tensors have 4 experts" in done.stdout

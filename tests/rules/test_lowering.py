@@ -53,11 +53,10 @@ def values(found: dict[str, Arranged], like: dict[str, np.ndarray]) -> bool:
 @given(case=cases())
 @settings(max_examples=50)
 def test_lowered_copies_are_the_copies(run: int, case: Case) -> None:
+    plan = RuleSet.parse([case.rule]).plan(shapes(case.left))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arranged, "RUN", run)
-        assert values(
-            computed(RuleSet.parse([case.rule]).plan(shapes(case.left)), case.left), case.right
-        )
+        assert values(computed(plan, case.left), case.right)
 
 
 @given(case=uneven())
@@ -117,8 +116,6 @@ def test_a_step_sees_through_shards_and_permutes(
 def test_stacks_are_ranges_and_neighbours_are_one() -> None:
     (array,) = numbered((4, 6))
     whole = record(array)
-    plan = RuleSet.parse(["x [(p o) i] -> {p:a|b} [o i]", "{p:a|b} [o i] -> x [(p o) i]"])
-    del plan
     apart = RuleSet.parse(["x [(p o) i] -> {p:a|b} [o i]"])
     found = computed(apart.plan({"x": (4, 6)}), {"x": whole})
     assert [each.locate() for each in found.values()] == [whole.part(0, 48), whole.part(48, 48)]

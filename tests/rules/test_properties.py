@@ -86,13 +86,10 @@ def cases(draw: st.DrawFn) -> Case:
     for here, there in (("left", "right"), ("right", "left")):
         indices = [*names["loop"], *names[here]]
         dimensions = draw(grouped([*names[there], *free])) if names[there] or free else []
-        name = "t" + "".join(
-            f".{{{w}{_labels(w, sizes, here) if w in labelled else ''}}}" for w in indices
-        )
-        sides[here] = (
-            f"{name} [{text(dimensions)}]",
-            _cut(whole, words, sizes, indices, dimensions, labelled, here),
-        )
+        labels = {w: _labels(w, sizes, here) if w in labelled else "" for w in indices}
+        name = "t" + "".join(f".{{{w}{label}}}" for w, label in labels.items())
+        cut = _cut(whole, words, sizes, indices, dimensions, labelled, here)
+        sides[here] = f"{name} [{text(dimensions)}]", cut
     axes = [word for word in words if word not in names["loop"]]
     given = " ".join(f"{word}={sizes[word]}" for word in axes)
     rule = f"{sides['left'][0]} -> {sides['right'][0]}{' with ' * bool(given)}{given}"
@@ -139,12 +136,14 @@ def uneven(draw: st.DrawFn) -> tuple[str, dict[str, np.ndarray], dict[str, np.nd
     n = draw(st.lists(st.integers(1, 4), min_size=2, max_size=3))
     labels = "qkv"[: len(n)]
     parts = dict(zip(labels, numbered(*((g, each, d, i) for each in n)), strict=True))
-    joined = np.concatenate([part.reshape(g, -1, i) for part in parts.values()], axis=1).reshape(
-        -1, i
-    )
+    joined = np.concatenate([part.reshape(g, -1, i) for part in parts.values()], axis=1)
     sizes = "|".join(map(str, n))
     rule = f"{{p:{'|'.join(labels)}}} [(g n d) i] -> qkv [(g p n d) i] with n={sizes} g={g} d={d}"
-    return rule, {p: part.reshape(-1, i) for p, part in parts.items()}, {"qkv": joined}
+    return (
+        rule,
+        {p: part.reshape(-1, i) for p, part in parts.items()},
+        {"qkv": joined.reshape(-1, i)},
+    )
 
 
 @given(uneven())

@@ -325,9 +325,8 @@ def test_other_files_are_refused(tmp_path: Path, run: Run) -> None:
     other = model(tmp_path, "qwen99", LLAMA, attention__head_count=4)
     refused("gguf", other, "there is no recipe for the architecture 'qwen99'")
     refused("gguf-llama", other, "general.architecture is 'qwen99', but this recipe is for llama")
-    (tmp_path / "lora.gguf").write_bytes(
-        made([("general.architecture", "llama"), ("general.type", "adapter")], LLAMA[:1])
-    )
+    keys = [("general.architecture", "llama"), ("general.type", "adapter")]
+    (tmp_path / "lora.gguf").write_bytes(made(keys, LLAMA[:1]))
     refused("gguf", tmp_path / "lora.gguf", "is not a model: its general.type is 'adapter'")
     (tmp_path / "plain.gguf").write_bytes(made([("general.name", "x")], LLAMA))
     refused("gguf", tmp_path / "plain.gguf", "has no general.architecture")
@@ -336,22 +335,19 @@ def test_other_files_are_refused(tmp_path: Path, run: Run) -> None:
     refused("gguf", tmp_path / "a.pth", "not reversible: step 1 (recipe)", "--reverse")
     refused("mixtral", tmp_path / "a.pth", "has no step dequantize", "--dequantize", "float16")
     lists = model(tmp_path, "llama", LLAMA, attention__head_count=[4, 4])
-    refused(
-        "gguf-llama", lists, "llama.attention.head_count must be a finite number, but is a list"
-    )
+    said = "llama.attention.head_count must be a finite number, but is a list"
+    refused("gguf-llama", lists, said)
     refused("gguf-llama", model(tmp_path, "llama", LLAMA), "meta.attention.head_count")
-    refused("gguf-llama", model(tmp_path, "llama", LLAMA, attention__head_count=3), "divisible")
-    refused(
-        "gguf-llama", model(tmp_path, "llama", LLAMA, attention__head_count=0), "the size h is 0"
-    )
+    for heads, said in ((3, "divisible"), (0, "the size h is 0")):
+        source = model(tmp_path, "llama", LLAMA, attention__head_count=heads)
+        refused("gguf-llama", source, said)
     odd = [*LLAMA, entry("blk.0.attn_q.scale")]
     scaled = model(tmp_path, "llama", odd, attention__head_count=4)
     refused("gguf", scaled, "'blk.0.attn_q.weight' must be multiplied by 'blk.0.attn_q.scale'")
     refused("gguf-llama", scaled, "model-new.pth` keeps both")  # no weight to dequantize
     odd = [*LLAMA, entry("blk.0.odd.weight")]
-    refused(
-        "gguf-llama", model(tmp_path, "llama", odd, attention__head_count=4), "matched by no rule"
-    )
+    other = model(tmp_path, "llama", odd, attention__head_count=4)
+    refused("gguf-llama", other, "matched by no rule")
 
 
 @pytest.mark.parametrize("value", [{"feed_forward_length": [8, 8]}, {"rope__freq_base": math.inf}])

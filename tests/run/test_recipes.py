@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckptkit
+from ckptkit.api import Step
 from ckptkit.core.errors import UsageError
 from ckptkit.run import recipes
 from tests.conftest import ROOT, Ok, Run
@@ -24,9 +25,8 @@ Loaded = dict[str, torch.Tensor]
 
 def net() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)
-    )
+    parts = torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)
+    return torch.nn.Sequential(*parts)
 
 
 def renamed(prefix: str, shift: float = 0.0) -> Loaded:
@@ -62,26 +62,14 @@ def torchvision() -> dict[str, Any]:
 
 
 def fairseq() -> dict[str, Any]:
-    extra = {
-        "encoder.version": torch.tensor([3.0]),
-        "encoder.embed_positions._float_tensor": torch.zeros(1),
-    }
-    return {
-        "args": None,
-        "cfg": {"model": {"arch": "transformer"}},
-        "model": {**renamed(""), **extra},
-        "criterion": None,
-    }
+    model = renamed("") | {"encoder.version": torch.tensor([3.0])}
+    model["encoder.embed_positions._float_tensor"] = torch.zeros(1)
+    return {"args": None, "cfg": {"model": {"arch": "x"}}, "model": model, "criterion": None}
 
 
 def llama_c() -> dict[str, Any]:
-    return {
-        "model": renamed("_orig_mod."),
-        "optimizer": {},
-        "model_args": {"dim": 288},
-        "iter_num": 5,
-        "config": {},
-    }
+    rest = {"optimizer": {}, "model_args": {"dim": 288}, "iter_num": 5, "config": {}}
+    return {"model": renamed("_orig_mod."), **rest}
 
 
 MADE: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
@@ -106,25 +94,18 @@ def test_the_plain_network_comes_out(
     assert list(found) == list(expected)
     assert all(torch.equal(found[each], expected[each]) for each in expected)
     net().load_state_dict(found)
-    torch.load(
-        tmp_path / "net.pth", weights_only=True, map_location="cpu"
-    )  # nothing of the framework is left
+    # Nothing of the framework is left.
+    torch.load(tmp_path / "net.pth", weights_only=True, map_location="cpu")
 
 
 def test_a_zero_folder_for_transformers(tmp_path: Path, ok: Ok) -> None:
     source = ROOT / "fixtures" / "deepspeed" / "zero3-bf16-3ranks"
     ok("run", "deepspeed-hf", source, tmp_path / "hf")
-    expected = {
-        name: tensor.bfloat16()
-        for name, tensor in ckptkit.load(source).items()
-        if tensor.is_floating_point()
-    }
+    expected = {n: each for n, each in ckptkit.load(source).items() if each.is_floating_point()}
     found = ckptkit.load(tmp_path / "hf")
     assert list(tmp_path.glob("hf/*.safetensors")) and expected
-    assert all(
-        torch.equal(found[name.removeprefix("module.")], tensor)
-        for name, tensor in expected.items()
-    )
+    for name, tensor in expected.items():
+        assert torch.equal(found[name.removeprefix("module.")], tensor.bfloat16())
 
 
 def test_each_recipe_is_tested() -> None:
@@ -195,17 +176,18 @@ def test_a_dry_run_shows_and_writes_nothing(tmp_path: Path, run: Run) -> None:
 def test_files_beside(tmp_path: Path) -> None:
     other = tmp_path / "other.pth"
     torch.save(renamed("module.", 1.0), other)
-    made = recipes.load(str(write(tmp_path, f"steps: [{{average: {json.dumps(str(other))}}}]")))
-    (average,) = made.steps
+
+    def step(word: str, given: object) -> Step:
+        text = json.dumps({"steps": [{word: given}]})
+        (found,) = recipes.load(str(write(tmp_path, text))).steps
+        return found
+
     mean = ckptkit.open(source(tmp_path))
-    ckptkit.save(average(mean), tmp_path / "mean.pth")
+    ckptkit.save(step("average", str(other))(mean), tmp_path / "mean.pth")
     found = torch.load(tmp_path / "mean.pth", weights_only=True)["module.0.weight"]
     torch.testing.assert_close(found, net().state_dict()["0.weight"] + 0.5)
-    (merge,) = recipes.load(
-        str(write(tmp_path, f"steps: [{{join: [{json.dumps(str(other))}]}}]"))
-    ).steps
     with pytest.raises(ckptkit.CkptkitError, match=r"both have 9 names"):
-        merge(ckptkit.open(source(tmp_path)))
+        step("join", [str(other)])(ckptkit.open(source(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -271,6 +253,5 @@ def test_the_help_lists_what_ships() -> None:
     shipped = [each for each in map(recipes.load, recipes.names()) if each.source]
     assert len(shipped) > 20
     for each in shipped:
-        assert (
-            rows[each.name] == f"| `{each.name}` | {each.about} | {each.checked or 'not checked'} |"
-        )
+        row = f"| `{each.name}` | {each.about} | {each.checked or 'not checked'} |"
+        assert rows[each.name] == row
