@@ -15,9 +15,12 @@ from typing import Any
 MODULE = "usercode"  # the name that pickles know this module by
 # Modules of packages that are not installed here: any name in them is a function or a class.
 ABSENT = (
-    "mynet.tools", "torchvision.ops.misc", "diffusers.utils", "deepspeed.runtime.utils",
+    "mynet.tools",
+    "torchvision.ops.misc",
+    "diffusers.utils",
+    "deepspeed.runtime.utils",
     "lightning.pytorch.tools",
-)  # fmt: skip
+)
 
 tell: Callable[[str], None] = print  # the sandbox puts its own in place
 wants: Callable[[str], None] = print  # likewise
@@ -117,34 +120,43 @@ class Probe:
             raise IndexError
         return self.asked(f"[{key!r}]" if type(key) in (int, str) else "[]")
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.asked("[]=")
+
+    def __contains__(self, key: Any) -> bool:
+        self.asked(" in")
+        return False
+
+    def __len__(self) -> int:
+        self.asked(" len")
+        return 1
+
+    def __hash__(self) -> int:
+        self.asked(" hash")
+        return 1
+
     def __eq__(self, other: object) -> bool:
         self.asked(" ==")
         return self is other
+
+    def __float__(self) -> float:
+        self.asked(" float")
+        return 1.0
+
+    def __index__(self) -> int:
+        self.asked(" index")
+        return 1
+
+    def compared(self, other: Any) -> bool:
+        self.asked(" <")
+        return False
+
+    __lt__ = __le__ = __gt__ = __ge__ = compared
 
     def computed(self, other: Any = None) -> Any:
         return self.asked(" +")
 
     __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __neg__ = computed
-
-
-def _asks(question: str, answer: Any) -> Callable[..., Any]:
-    """A method that tells what it is asked, and gives an answer."""
-
-    def method(self: Probe, *args: Any) -> Any:
-        self.asked(question)
-        return answer
-
-    return method
-
-
-# Methods that answer with a plain value, for others want no Probe there.
-ANSWERS: dict[str, tuple[str, Any]] = {
-    "__setitem__": ("[]=", None), "__contains__": (" in", False), "__len__": (" len", 1),
-    "__hash__": (" hash", 1), "__float__": (" float", 1.0), "__index__": (" index", 1),
-    **dict.fromkeys(("__lt__", "__le__", "__gt__", "__ge__"), (" <", False)),
-}  # fmt: skip
-for _name, _answer in ANSWERS.items():
-    setattr(Probe, _name, _asks(*_answer))
 
 
 class Absent(ModuleType):
