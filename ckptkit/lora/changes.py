@@ -5,11 +5,11 @@ an update to one matrix of the base, in tiles of complete rows. The calculation 
 float64 base, and float32 for any other base. The result is rounded to the dtype of the base once,
 unless the formula rounds more often.
 
-Up to rank 128, matrix products of NumPy and torch are bit-identical, because both libraries sum in
-order with fused multiply-add. For higher ranks, this module multiplies with torch, like peft. For a
-matrix of one row or column, both libraries use another routine, and the results differ in their
-bits. If the last tile would have fewer rows than `Adapt.least`, these rows become part of the
-previous tile.
+Up to rank 128, torch sums matrix products in order with fused multiply-add. On most processors,
+NumPy does the same, so the products are bit-identical. For higher ranks, and on other processors,
+this module multiplies with torch, like peft. For a matrix of one row or column, both libraries use
+another routine, and the results differ in their bits. If the last tile would have fewer rows than
+`Adapt.least`, these rows become part of the previous tile.
 
 `problems` finds the reasons why an adapter cannot be merged, and a next step for each reason.
 `problems` finds problems of the adapter itself. `ckptkit.lora.merge` finds problems of the adapter
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -49,7 +49,7 @@ from ckptkit.lora.reading import (
 # Number of elements per tile. A tile and its update fit into the caches of a core.
 TILE = 1 << 19
 HELD = 1 << 24  # maximum number of elements in memory for computing the norms of columns
-EXACT = 128  # maximum rank at which products of NumPy and torch are bit-identical
+EXACT = 128  # maximum rank at which torch, and NumPy on most processors, sum in order
 # Minimum number of rows per tile. With fewer rows, torch sums products in another order. For ranks
 # above EXACT, the minimum is eight times as large.
 LEAST = 8
@@ -327,13 +327,28 @@ class _TileWork:
 def _product(left: Array, right: Array) -> Array:
     """Return the matrix product as a new array. The result is bit-identical to that of torch."""
     made: Array
-    if left.shape[1] > EXACT or len(left) < LEAST or right.shape[1] == 1:
+    is_other = left.shape[1] > EXACT or len(left) < LEAST or right.shape[1] == 1
+    if is_other or not _sums_in_order():
         import torch
 
         made = torch.matmul(torch.from_numpy(left), torch.from_numpy(right)).numpy()
     else:
         made = left @ right
     return made
+
+
+@cache
+def _sums_in_order() -> bool:
+    """Return whether NumPy sums products in order with fused multiply-add on this processor.
+
+    With AVX2 but without AVX-512, OpenBLAS sums parts of a matrix in another order.
+    """
+    left = np.sin(np.arange(11 * 24, dtype="f4")).reshape(11, 24)
+    right = np.cos(np.arange(24 * 37, dtype="f4")).reshape(24, 37)
+    total = np.zeros((11, 37), "f4")
+    for column, row in zip(left.T.astype("f8"), right.astype("f8"), strict=True):
+        total = (np.outer(column, row) + total).astype("f4")  # float64 holds the exact product
+    return np.array_equal(left @ right, total)
 
 
 def _norms(values: Array, group: int = 1, *, by_columns: bool = False) -> Array:
