@@ -11,10 +11,8 @@ from typing import Any
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import PathError, UsageError
-from ckptkit.formats import sidecars
-from ckptkit.quantized.group import parsed, read_json_of
+from ckptkit.quantized.group import CONFIG, parsed, read_json_of, with_config
 
-CONFIG_NAME, with_config = sidecars.CONFIG, sidecars.with_config
 BYTES = 1 << 20  # maximum size of config.json in bytes
 
 
@@ -35,9 +33,9 @@ def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
     """
     folder = _folder(source)
     try:
-        if folder is None or CONFIG_NAME not in folder:
+        if folder is None or CONFIG not in folder:
             return None
-        return _parsed(folder.open(CONFIG_NAME))
+        return _parsed(folder.open(CONFIG))
     except PathError:
         return None
 
@@ -45,7 +43,7 @@ def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
 def is_beside(source: ByteSource | Folder | None) -> bool:
     """Return True if there is a config.json next to a checkpoint."""
     folder = _folder(source)
-    return folder is not None and CONFIG_NAME in folder
+    return folder is not None and CONFIG in folder
 
 
 def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
@@ -54,7 +52,7 @@ def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
     If an earlier edit set a config.json on the checkpoint, the function returns the content of that
     config.json. Otherwise, the function reads the config.json next to the file.
     """
-    own = dict(checkpoint.companions).get(CONFIG_NAME)
+    own = dict(checkpoint.companions).get(CONFIG)
     return lambda: find(checkpoint.source) if own is None else json.loads(own)
 
 
@@ -92,9 +90,9 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
     If an earlier edit set a configuration, return that configuration. Otherwise, return the content
     of the config.json next to the weights, or an empty dict if that file is missing.
     """
-    own = dict(checkpoint.companions).get(CONFIG_NAME)
+    own = dict(checkpoint.companions).get(CONFIG)
     folder: Folder | None = checkpoint.folder
-    return read_json_of(folder or checkpoint.source, CONFIG_NAME) if own is None else parsed(own)
+    return read_json_of(folder or checkpoint.source, CONFIG) if own is None else parsed(own)
 
 
 def changes_of(
@@ -133,4 +131,4 @@ def with_changes(checkpoint: Checkpoint, changes: Mapping[str, Any]) -> Checkpoi
     }
     listed = ", ".join(f"{word} {json.dumps(value)}" for word, value in changes.items())
     made = with_config(checkpoint, {**config, **changes, **parts})
-    return replace(made, notes=(*made.notes, f"{CONFIG_NAME}: {listed}"))
+    return replace(made, notes=(*made.notes, f"{CONFIG}: {listed}"))

@@ -28,10 +28,10 @@ from ckptkit.core.text import flatten, plural, quoted, shown, typed, without
 from ckptkit.core.tree import Global, Node, Object, Path, key_text, nodes, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.edits import keys, quantized_names
-from ckptkit.edits.config_file import config_of, with_config
+from ckptkit.edits.config_file import config_of
 from ckptkit.edits.elements import parsed_dtype
 from ckptkit.quantized import Quantization
-from ckptkit.quantized.group import quantization_of
+from ckptkit.quantized.group import quantization_of, with_config
 from ckptkit.quantized.quantization import TARGETS, default_dtype, exchanged, mapping_of
 
 _HEADERS = ("tensor_names", "_quantization_metadata")

@@ -23,7 +23,8 @@ from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.edits import keys as names
 from ckptkit.edits import quantized_names
-from ckptkit.edits.config_file import CONFIG_NAME, is_beside, lazily
+from ckptkit.edits.config_file import is_beside, lazily
+from ckptkit.quantized.group import CONFIG
 from ckptkit.rules.names import Config
 from ckptkit.rules.notation import NotReversibleError, about
 from ckptkit.rules.planner import (
@@ -272,7 +273,7 @@ def step(
     if any(each.is_relaid for each in builders):
         _check_optimizers(checkpoint)
         if is_beside(checkpoint.source):
-            note = f"{CONFIG_NAME} next to the source describes the old layout"
+            note = f"{CONFIG} next to the source describes the old layout"
             if note not in made.notes:
                 made = made.with_root(made.root, notes=[note])
     return made

@@ -5,12 +5,9 @@ If a conversion changes the dtype of the weights, the dtype in the copy of confi
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Folder
@@ -92,7 +89,10 @@ def with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
     ``quantization_config``, do not change the file. In the dict of a submodel (``text_config``),
     change the dtype only if it is `old` or equals the dtype of the complete model.
     """
-    from ckptkit.quantized.group import parsed  # imported only if the output is a folder
+    from ckptkit.quantized.group import (
+        parsed,
+        with_config,
+    )  # imported only if the output is a folder
 
     config, new = parsed(dict(checkpoint.companions).get(CONFIG, b"")), of_weights(checkpoint)
     if new is None or new == old or "quantization_config" in config:
@@ -111,14 +111,6 @@ def with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
         return checkpoint
     notes = (*checkpoint.notes, f"{CONFIG}: {some(changed, 3)}")
     return replace(with_config(checkpoint, config), notes=notes)
-
-
-def with_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """Set the configuration of the checkpoint. If the output is a folder, ckptkit writes the
-    configuration as config.json."""
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    files = {**dict(checkpoint.companions), CONFIG: text.encode("utf-8", "surrogatepass")}
-    return replace(checkpoint, companions=tuple(files.items()))
 
 
 def _plain(said: object) -> str | None:

@@ -24,6 +24,7 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import Node
 
+CONFIG = "config.json"
 SMALL = 64 << 10  # maximum number of bytes of a tensor that a recognizer reads
 NEEDS_CONFIG = "put the config.json of the model beside the file"  # a hint
 # The end of the reason why the weights of some layers are not dequantized.
@@ -264,7 +265,7 @@ class TensorView:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Contents of the file ``config.json`` in the folder of the checkpoint."""
-        return read_json_of(self.ck.source, "config.json")
+        return read_json_of(self.ck.source, CONFIG)
 
     @cached_property
     def quantization(self) -> dict[str, Any]:
@@ -295,7 +296,7 @@ class TensorView:
 
 def configured(source: ByteSource | Folder | None) -> str:
     """Return the ``quant_method`` in the config.json of a checkpoint, or "" if it is missing."""
-    return str(quantization_of(read_json_of(source, "config.json")).get("quant_method") or "")
+    return str(quantization_of(read_json_of(source, CONFIG)).get("quant_method") or "")
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,6 +324,14 @@ def read_json_of(source: ByteSource | Folder | None, name: str) -> dict[str, Any
     Return {} if the file is missing or is not a JSON object.
     """
     return parsed(small_file_beside(source, name) or b"")
+
+
+def with_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """Set the configuration of the checkpoint. If the output is a folder, ckptkit writes the
+    configuration as config.json."""
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    files = {**dict(checkpoint.companions), CONFIG: text.encode("utf-8", "surrogatepass")}
+    return replace(checkpoint, companions=tuple(files.items()))
 
 
 # Functions for recognizers

@@ -49,10 +49,10 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.text import flatten, nearest, shown, typed, without
 from ckptkit.core.tree import Global, children, find
-from ckptkit.edits import config_file
 from ckptkit.edits.expect import Expectations
 from ckptkit.edits.rules import RuleOptions
 from ckptkit.edits.rules import step as apply_step
+from ckptkit.quantized.group import with_config
 from ckptkit.rules.notation import RuleError, in_step, is_word
 from ckptkit.rules.planner import RuleSet, unused_argument
 
@@ -255,7 +255,7 @@ def with_gguf_config(
     checkpoint = gguf.with_matrices(checkpoint)
     config, notes = (given, []) if given is not None else gguf.config_of(checkpoint)
     if config is not None:
-        checkpoint = config_file.with_config(checkpoint, config)
+        checkpoint = with_config(checkpoint, config)
     return checkpoint.with_root(checkpoint.root, notes=notes)
 
 
@@ -423,7 +423,7 @@ def with_megatron_config(checkpoint: Checkpoint, options: RuleOptions) -> Checkp
     """
     given = options.config() if callable(options.config) else options.config
     if given is not None:
-        return config_file.with_config(checkpoint, given)
+        return with_config(checkpoint, given)
     try:
         _, entry = find(checkpoint.root, "args")
     except UsageError:
@@ -461,7 +461,7 @@ def with_megatron_config(checkpoint: Checkpoint, options: RuleOptions) -> Checkp
         f"args has no {name}; config.json has {value}, the default of Megatron-LM"
         for name, value in missing.items()
     ]
-    return config_file.with_config(checkpoint, config).with_root(checkpoint.root, notes=notes)
+    return with_config(checkpoint, config).with_root(checkpoint.root, notes=notes)
 
 
 def _unfit(message: str) -> UnsupportedError:
