@@ -95,10 +95,14 @@ def make(seed: int, *, weights: bool = False) -> Made:
     trees = _Trees(random, TYPED if legacy or big_endian else NUMBERS, plain=big_endian)
     deflated = not legacy and random.random() < 0.15
     return Made(
-        trees.checkpoint(KINDS[:4] if weights else KINDS), legacy,
-        random.choice((2, 2, 2, 2, 3, 4, 5)), random.random() < 0.4,
-        deflated or big_endian or random.random() < 0.8, deflated, big_endian,
-    )  # fmt: skip
+        trees.checkpoint(KINDS[:4] if weights else KINDS),
+        legacy,
+        random.choice((2, 2, 2, 2, 3, 4, 5)),
+        random.random() < 0.4,
+        deflated or big_endian or random.random() < 0.8,
+        deflated,
+        big_endian,
+    )
 
 
 class _Trees:
@@ -234,9 +238,19 @@ class _Trees:
         return bits.view(dtype).reshape(shape)
 
     def view(self, base: torch.Tensor) -> torch.Tensor:
-        kind = self.random.choice((
-            "same", "same", "same", "transposed", "sliced", "expanded", "parameter", "grad", "bits",
-        ))  # fmt: skip
+        kind = self.random.choice(
+            (
+                "same",
+                "same",
+                "same",
+                "transposed",
+                "sliced",
+                "expanded",
+                "parameter",
+                "grad",
+                "bits",
+            )
+        )
         if kind == "transposed":
             return base.permute(tuple(range(base.dim() - 1, -1, -1)))
         if kind == "sliced" and base.dim() and base.shape[0] > 1:

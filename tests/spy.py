@@ -55,7 +55,11 @@ def spied(folder: Path, *commands: list[str | Path]) -> list[Spied]:
     done = subprocess.run(
         [sys.executable, "-c", SPY],
         input=json.dumps([list(map(str, command)) for command in commands]),
-        capture_output=True, encoding="utf-8", cwd=folder, env={**ENVIRONMENT, "TMPDIR": str(folder)}, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        encoding="utf-8",
+        cwd=folder,
+        env={**ENVIRONMENT, "TMPDIR": str(folder)},
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return [Spied(*each) for each in json.loads(done.stderr.splitlines()[-1])]

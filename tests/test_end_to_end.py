@@ -160,10 +160,17 @@ def facts(root: Any) -> Facts:
     memory = [each.untyped_storage() for each in tensors.values()]
     places = {path: place(t, memory) for path, t in tensors.items()}
     geometry = {
-        path: (t.dtype, tuple(t.shape), t.stride(), places[path][1], t.requires_grad, t.is_conj(),
-               elements(t))
+        path: (
+            t.dtype,
+            tuple(t.shape),
+            t.stride(),
+            places[path][1],
+            t.requires_grad,
+            t.is_conj(),
+            elements(t),
+        )
         for path, t in tensors.items()
-    }  # fmt: skip
+    }
     values = {path: text(value) for path, value in leaves(root) if not torch.is_tensor(value)}
     shared = sharing({str(path): places[path][0] for path, t in tensors.items() if t.numel()})
     return geometry, values, shared, metadata(root)

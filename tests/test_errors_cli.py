@@ -192,9 +192,13 @@ def test_a_full_disk_leaves_the_old_file(old: bytes, folder: Path) -> None:
 def ended(command: list[str], folder: Path, **how: Any) -> Done:
     """Run a command in a process of its own."""
     done = subprocess.run(
-        command, capture_output=True, encoding="utf-8", cwd=folder, timeout=60,
+        command,
+        capture_output=True,
+        encoding="utf-8",
+        cwd=folder,
+        timeout=60,
         **{"env": ENVIRONMENT, **how},
-    )  # fmt: skip
+    )
     return Done(done.returncode, done.stdout, done.stderr)
 
 

@@ -66,8 +66,12 @@ def run(number: int, *, code: int = 0, limit: int | None = None) -> str:
 
     done = subprocess.run(
         [*COMMAND, *words],
-        capture_output=True, encoding="utf-8", env=ENVIRONMENT, timeout=120, preexec_fn=limited,
-    )  # fmt: skip
+        capture_output=True,
+        encoding="utf-8",
+        env=ENVIRONMENT,
+        timeout=120,
+        preexec_fn=limited,
+    )
     assert done.returncode == code, (done.stdout, done.stderr)
     return done.stdout
 

@@ -381,9 +381,12 @@ def test_a_gigabyte_and_twenty_seconds(command: str, files: list[Path], tmp_path
     if command not in ("inspect", "convert", "scan", "run"):  # each file with each third command
         chosen = chosen[[*CALLS].index(command) % 3 :: 3]
     program = subprocess.Popen(
-        [sys.executable, "-c", DRIVER], env=ENVIRONMENT, text=True, stdin=subprocess.PIPE,
+        [sys.executable, "-c", DRIVER],
+        env=ENVIRONMENT,
+        text=True,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    )  # fmt: skip
+    )
     assert program.stdin is not None and program.stdout is not None
     with program:
         for number, path in enumerate(chosen):

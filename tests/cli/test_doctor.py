@@ -299,7 +299,9 @@ def test_a_new_beginning_and_another_head(diagnose: Diagnose, ckptkit: Ckptkit) 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_weight_norm_of_either_kind(diagnose: Diagnose, paste: Paste) -> None:
-    old, new = (nn.Sequential(each(nn.Linear(3, 2))) for each in (weight_norm, parametrizations.weight_norm))  # fmt: skip
+    old, new = (
+        nn.Sequential(each(nn.Linear(3, 2))) for each in (weight_norm, parametrizations.weight_norm)
+    )
     torch.save(old.state_dict(), "old.pth")
     torch.save(new.state_dict(), "new.pth")
     new.load_state_dict(load("old.pth"))  # by a hook of torch

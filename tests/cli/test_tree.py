@@ -17,7 +17,11 @@ from tests.cli.conftest import Ckptkit
 
 @pytest.fixture
 def file() -> None:
-    parts = [(f"layers.{n}.{part}.weight", size) for n in range(2) for part, size in (("a", 10), ("b", 20))]  # fmt: skip
+    parts = [
+        (f"layers.{n}.{part}.weight", size)
+        for n in range(2)
+        for part, size in (("a", 10), ("b", 20))
+    ]
     sizes = dict([*parts, ("head.proj.weight", 40), ("head", 100)])
     weights = {name: torch.zeros(size) for name, size in sizes.items()}
     optimizer = {"state": {0: {"m": torch.zeros(5)}}, "param_groups": []}

@@ -71,6 +71,11 @@ def described(tensor: torch.Tensor, *, big_endian: bool = False) -> Tensor:
     shape = tuple(tensor.shape)
     stride = tensor.stride() if dtype.bits >= 8 else contiguous_stride(shape)
     return Tensor(
-        Storage(record(data), big_endian=big_endian), dtype, shape, stride,
-        int(tensor.storage_offset()), conj=tensor.is_conj(), neg=tensor.is_neg(),
-    )  # fmt: skip
+        Storage(record(data), big_endian=big_endian),
+        dtype,
+        shape,
+        stride,
+        int(tensor.storage_offset()),
+        conj=tensor.is_conj(),
+        neg=tensor.is_neg(),
+    )

@@ -331,9 +331,13 @@ def folder(tmp_path: Path) -> Path:
 
 def command(folder: Path, *arguments: str, sent: str = "") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *arguments, sent], cwd=folder, encoding="utf-8",
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-c", COMMAND, *arguments, sent],
+        cwd=folder,
+        encoding="utf-8",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 CAST = ("convert", "in.safetensors", "out.safetensors", "--cast", "bfloat16")

@@ -83,13 +83,18 @@ def write_skyrl(folder: Path, old: StateDict, new: StateDict, version: int = 1) 
     save_file(frames, folder / file)
     rows = [
         {
-            "name": n, "dtype": str(new[n].dtype).removeprefix("torch."), "shape": [*new[n].shape],
-            "uncompressed_num_bytes": new[n].nbytes, "compressed_num_bytes": len(frames[n]),
-            "payload_file": file, "payload_key": n, "checksum": HASHES["xxh3-128"](raw(new[n])),
+            "name": n,
+            "dtype": str(new[n].dtype).removeprefix("torch."),
+            "shape": [*new[n].shape],
+            "uncompressed_num_bytes": new[n].nbytes,
+            "compressed_num_bytes": len(frames[n]),
+            "payload_file": file,
+            "payload_key": n,
+            "checksum": HASHES["xxh3-128"](raw(new[n])),
             "checksum_algorithm": "xxh3-128",
         }
         for n in changed
-    ]  # fmt: skip
+    ]
     manifest = {"version": version, "base_version": version - 1, "tensors": rows}
     manifest["payload_files"] = [file]
     (folder / "manifest.json").write_text(json.dumps(manifest))

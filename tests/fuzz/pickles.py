@@ -127,7 +127,11 @@ def _tensor(choices: Choices, depth: int) -> Node:
         return apply("torch._utils._rebuild_parameter", made, const(True), HOOKS)
     if choices.random() < 0.15:
         state = mapping(const("note"), _plain(choices, depth - 1))
-        return apply("torch._tensor._rebuild_from_type_v2", rebuild, named("torch", "Tensor"),
-            group("tuple", *args), state,
-        )  # fmt: skip
+        return apply(
+            "torch._tensor._rebuild_from_type_v2",
+            rebuild,
+            named("torch", "Tensor"),
+            group("tuple", *args),
+            state,
+        )
     return made

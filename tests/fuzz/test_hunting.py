@@ -68,9 +68,11 @@ def computed(hook: str) -> Node:
 def stdlib() -> Node:
     """os.system by way of what other modules import."""
     chain = group(
-        "list", later(named("operator", "methodcaller"), const("system")), COMMAND,
+        "list",
+        later(named("operator", "methodcaller"), const("system")),
+        COMMAND,
         named("random", "_os"),
-    )  # fmt: skip
+    )
     return later(named("functools", "reduce"), named("operator", "call"), chain)
 
 
@@ -117,8 +119,13 @@ def stored(*parts: Node) -> Node:
 
 
 CODE = call(named(SCRIPT, "__loader__.source_to_code"), const(b"open('canary', 'w')"), const("x"))
-PARAMETER = call(named(UTILS, "_rebuild_parameter_with_state"), apply("torch.Tensor"), const(False), NOTHING,
-                 mapping(const("to"), FIRE))  # fmt: skip
+PARAMETER = call(
+    named(UTILS, "_rebuild_parameter_with_state"),
+    apply("torch.Tensor"),
+    const(False),
+    NOTHING,
+    mapping(const("to"), FIRE),
+)
 LONGS = dtype("i8", 3, "<", None, None, None, -1, -1, 0)
 BAD = {
     "keys": dicted(duck(keys=later(RUN, COMMAND))),

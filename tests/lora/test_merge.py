@@ -73,9 +73,10 @@ def test_transposed_updates_of_every_kind(tmp_path: Path) -> None:
         config = {"peft_type": method, "fan_in_fan_out": True, "init_r": 2, "alpha": 6}
         folder.mkdir()
         own = adapter(folder, tensors, **config)
-        save(own / WEIGHTS, {
-            k.replace("model.vera", "vera"): t for k, t in load_file(own / WEIGHTS).items()
-        })  # fmt: skip
+        save(
+            own / WEIGHTS,
+            {k.replace("model.vera", "vera"): t for k, t in load_file(own / WEIGHTS).items()},
+        )
         made = merged(folder, base(folder, {"h.c.weight": weight}), own)["h.c.weight"]
         assert torch.allclose(made, weight + change.T, rtol=1e-6, atol=1e-6), method
 
@@ -390,10 +391,17 @@ def test_a_module_whose_name_is_that_of_a_wrapper(tmp_path: Path) -> None:
 
 
 def test_the_bias_of_an_output_projection(tmp_path: Path) -> None:
-    weights = drawn({"attn.in_proj_weight": (24, 8), "attn.in_proj_bias": (24,),
-                     "attn.out_proj.weight": (8, 8), "attn.out_proj.bias": (8,)})  # fmt: skip
-    bias = drawn({"attn.base_layer.out_proj.base_layer.bias": (8,),
-                  "attn.base_layer.in_proj_bias": (24,)})  # fmt: skip
+    weights = drawn(
+        {
+            "attn.in_proj_weight": (24, 8),
+            "attn.in_proj_bias": (24,),
+            "attn.out_proj.weight": (8, 8),
+            "attn.out_proj.bias": (8,),
+        }
+    )
+    bias = drawn(
+        {"attn.base_layer.out_proj.base_layer.bias": (8,), "attn.base_layer.in_proj_bias": (24,)}
+    )
     tensors = factors("attn", 24, 8) | factors("attn.base_layer.out_proj", 8, 8) | bias
     seen = merged(tmp_path, base(tmp_path, weights), adapter(tmp_path, tensors, bias="all"))
     assert seen.keys() == weights.keys()
@@ -710,10 +718,14 @@ def test_only_the_stack_that_peft_repeats_is_repeated(
 # What is refused
 
 FC: Shapes = {"fc.weight": (9, 5), "h.0.LayerNorm.weight": (9,)}
-STACKS: Shapes = {f"{stem}.{n}.q.weight": (4, 4) for stem in ("encoder.layers", "decoder.layers")
-                  for n in range(2)}  # fmt: skip
-LAYERS: Shapes = {f"{stem}.{n}.q.weight": (4, 4) for stem in ("layers", "model.layers")
-                  for n in range(2)}  # fmt: skip
+STACKS: Shapes = {
+    f"{stem}.{n}.q.weight": (4, 4)
+    for stem in ("encoder.layers", "decoder.layers")
+    for n in range(2)
+}
+LAYERS: Shapes = {
+    f"{stem}.{n}.q.weight": (4, 4) for stem in ("layers", "model.layers") for n in range(2)
+}
 SCORE: Shapes = {"fc.weight": (6, 6), "score.weight": (2, 6), "score.bias": (2,)}
 DOWN = {"target_parameters": ["experts.down_proj"]}
 QWEN, TWICE = {"model_type": "qwen3_moe"}, {"layer_replication": [[0, 2], [0, 1]]}
@@ -884,8 +896,15 @@ def test_vera_shares_one_pair_of_matrices(dtype: torch.dtype, tmp_path: Path) ->
 def test_block_diagonal_matrices(dtype: torch.dtype, tmp_path: Path) -> None:
     """peft 0.21.2 (BdLoraLinearVariant): row blocks on the diagonal; the change is rounded first."""
     weights = {name: values(6, 8, dtype=dtype) for name in ("q.weight", "o.weight", "x.weight")}
-    tensors = drawn({"q.lora_A.weight": (2, 8), "q.lora_B.weight": (6, 1),
-                     "o.lora_A.weight": (2, 4), "o.lora_B.weight": (6, 2), **pair("x", 6, 8)})  # fmt: skip
+    tensors = drawn(
+        {
+            "q.lora_A.weight": (2, 8),
+            "q.lora_B.weight": (6, 1),
+            "o.lora_A.weight": (2, 4),
+            "o.lora_B.weight": (6, 2),
+            **pair("x", 6, 8),
+        }
+    )
     whole, expected = dict(tensors), {}
     for name in ("q.lora_B.weight", "o.lora_A.weight"):
         whole[name] = torch.block_diag(*tensors[name].chunk(2))
@@ -916,8 +935,14 @@ def test_biases_go_to_the_rows_of_their_weights(tmp_path: Path) -> None:
     own = {key: each for name in names for key, each in factors(name, 4, 3).items()}
     own |= drawn({f"{name}.lora_B.bias": (4,) for name in names})
     qkv, swapped = "double_blocks.0.img_attn.qkv", "final_layer.adaLN_modulation.1"
-    weights = drawn({f"{qkv}.weight": (12, 3), f"{qkv}.bias": (12,),
-                     f"{swapped}.weight": (4, 3), f"{swapped}.bias": (4,)})  # fmt: skip
+    weights = drawn(
+        {
+            f"{qkv}.weight": (12, 3),
+            f"{qkv}.bias": (12,),
+            f"{swapped}.weight": (4, 3),
+            f"{swapped}.bias": (4,),
+        }
+    )
     fused = {"weight": torch.cat([delta(own, name) for name in names[:3]]),
              "bias": 3 * torch.cat([own[f"{name}.lora_B.bias"] for name in names[:3]])}  # fmt: skip
     halves = {"weight": delta(own, last), "bias": 3 * own[f"{last}.lora_B.bias"]}

@@ -107,10 +107,18 @@ def test_plain_values_are_those_of_pickle(window: int | None) -> None:
 
 
 def test_every_opcode_is_in_these_tests() -> None:
-    used = {opcode.name for data in (
-        *PLAIN, *(each[0] for each in SYMBOLIC), *(each[0] for each in CALLS), *REFUSED, BUILT,
-        POP_MARK,
-    ) for opcode, _, _ in pickletools.genops(data)}  # fmt: skip
+    used = {
+        opcode.name
+        for data in (
+            *PLAIN,
+            *(each[0] for each in SYMBOLIC),
+            *(each[0] for each in CALLS),
+            *REFUSED,
+            BUILT,
+            POP_MARK,
+        )
+        for opcode, _, _ in pickletools.genops(data)
+    }
     assert used == {opcode.name for opcode in pickletools.opcodes}
 
 
@@ -266,11 +274,16 @@ def values() -> st.SearchStrategy[Any]:
         st.complex_numbers(), st.text(max_size=80), st.binary(max_size=80), st.binary(max_size=60).map(bytearray),
         st.sets(_hashable(), max_size=5), st.frozensets(_hashable(), max_size=5),
     )  # fmt: skip
-    return st.recursive(plain, lambda inner: st.one_of(
-        st.lists(inner, max_size=5), st.lists(inner, max_size=5).map(tuple),
-        st.dictionaries(_hashable(), inner, max_size=5),
-        inner.map(lambda each: [each, each, (each,)]),
-    ), max_leaves=20)  # fmt: skip
+    return st.recursive(
+        plain,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=5),
+            st.lists(inner, max_size=5).map(tuple),
+            st.dictionaries(_hashable(), inner, max_size=5),
+            inner.map(lambda each: [each, each, (each,)]),
+        ),
+        max_leaves=20,
+    )
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -109,8 +109,11 @@ def outcomes(pickles: list[bytes], folder: Path) -> list[Outcome]:
 def of_files(*paths: Path) -> list[Outcome]:
     done = subprocess.run(
         [sys.executable, "-c", CHILD, *map(str, paths)],
-        capture_output=True, encoding="utf-8", timeout=60, env=ENVIRONMENT,
-    )  # fmt: skip
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+        env=ENVIRONMENT,
+    )
     assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-600:])
     return [Outcome(*each.split()) for each in done.stdout.split("end")[:-1]]
 

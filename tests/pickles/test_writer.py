@@ -227,8 +227,11 @@ def test_other_spellings_become_the_usual_ones() -> None:
         tensor = unpickle(Memory(data), persistent_load=lambda pid: typed).root
         assert isinstance(tensor, Tensor)
         assert (tensor.offset, tensor.shape, tensor.stride, tensor.requires_grad) == (
-            1, (2,), (1,), grad,
-        )  # fmt: skip
+            1,
+            (2,),
+            (1,),
+            grad,
+        )
 
 
 # Plain values

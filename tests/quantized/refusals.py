@@ -116,9 +116,11 @@ FP8 = {W: row("F8_E4M3", [200, 130]), f"{W}_scale_inv": ones([2, 2])}
 BLOCKS = method("fp8", weight_block_size=[128, 128])
 INDEX = struct.pack("<64i", *(k // 32 for k in range(64)))
 GPTQ = module(
-    qweight=row("I32", [8, 16]), qzeros=row("I32", [2, 2]), scales=ones([2, 16], "F16"),
+    qweight=row("I32", [8, 16]),
+    qzeros=row("I32", [2, 2]),
+    scales=ones([2, 16], "F16"),
     g_idx=row("I32", [64], INDEX),
-)  # fmt: skip
+)
 AWQ = module(qweight=row("I32", [64, 2]), qzeros=row("I32", [2, 2]), scales=ones([2, 16], "F16"))
 PACKED = packed(row("I32", [4, 4]), ones([4, 1], "BF16"), (4, 32))
 NVFP4 = {W: row("U8", [8, 16]), S: row("F8_E4M3", [8, 2]), f"{W}_scale_2": ones([])}

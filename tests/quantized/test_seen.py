@@ -65,9 +65,12 @@ def test_json_says_how_each_tensor_is_quantized(path: Path, run: Run) -> None:
 
 def test_statistics_are_of_the_weights(path: Path, plain: Path, run: Run) -> None:
     means = [
-        {each["name"]: each["mean"] for each in json.loads(run("stats", "--json", file).stdout)["tensors"]}
+        {
+            each["name"]: each["mean"]
+            for each in json.loads(run("stats", "--json", file).stdout)["tensors"]
+        }
         for file in (path, plain)
-    ]  # fmt: skip
+    ]
     assert means[0] == means[1]
     assert len(json.loads(run("stats", "--json", "--stored", path).stdout)["tensors"]) == 3
 

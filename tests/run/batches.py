@@ -179,9 +179,12 @@ class Dask:
         module = f"distributed.cli.dask_{what}"
         command = [sys.executable, "-m", module, "--scheduler-file", str(self._file), *options]
         return subprocess.Popen(
-            [*command, "--no-dashboard"], cwd=self._folder, env=self._env, stdout=self._log,
+            [*command, "--no-dashboard"],
+            cwd=self._folder,
+            env=self._env,
+            stdout=self._log,
             stderr=self._log,
-        )  # fmt: skip
+        )
 
     def stop(self) -> None:
         """End them: nannies gently, for they end their workers."""

@@ -385,9 +385,11 @@ class TestKilled:
         want = expected(tmp_path / "runs")
         args = ("strip-module", "--into", into, pattern)
         code, said = interrupted(
-            [*COMMAND, "batch", *args, "--workers", "2"], lambda: noted(into) >= 60,
-            lambda client: client.send_signal(sign), cwd=ROOT,
-        )  # fmt: skip
+            [*COMMAND, "batch", *args, "--workers", "2"],
+            lambda: noted(into) >= 60,
+            lambda client: client.send_signal(sign),
+            cwd=ROOT,
+        )
         assert code == (-9 if sign == signal.SIGKILL else 130)
         assert b"Traceback" not in said
         left = contents(into)

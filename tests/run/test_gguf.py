@@ -221,8 +221,7 @@ def test_factors_that_are_none(factors: list[float], tmp_path: Path, ok: Ok) -> 
     """Numbers that no converter writes: a note, without a value made up."""
     tensors = [*LLAMA[:2], *LLAMA[3:], floats("rope_freqs.weight", torch.tensor(factors))]
     for base in (10_000.0, 0.0, -1.0):
-        config, said = config_for(tmp_path, ok, "llama", tensors, **HEADS,
-                                  rope__freq_base=base)  # fmt: skip
+        config, said = config_for(tmp_path, ok, "llama", tensors, **HEADS, rope__freq_base=base)
         assert "rope_scaling" not in config
         assert "does not contain the rotary scaling in 'rope_freqs.weight'" in said
     source = model(tmp_path, "llama", tensors, **HEADS, rope__freq_base="many")
@@ -239,9 +238,15 @@ def test_scaling_of_long_phi_3(tmp_path: Path, ok: Ok) -> None:
         floats("rope_factors_short.weight", torch.tensor([1.0, 1.05])),
     ]
     config, said = config_for(
-        tmp_path, ok, "phi3", tensors, **HEADS, rope__scaling__original_context_length=4096,
-        rope__scaling__attn_factor=1.19, context_length=131072,
-    )  # fmt: skip
+        tmp_path,
+        ok,
+        "phi3",
+        tensors,
+        **HEADS,
+        rope__scaling__original_context_length=4096,
+        rope__scaling__attn_factor=1.19,
+        context_length=131072,
+    )
     scaling = {"type": "longrope", "long_factor": [1.08, 4.5], "short_factor": [1.0, 1.05]}
     assert config["rope_scaling"] == scaling
     assert config["original_max_position_embeddings"] == 4096
@@ -292,8 +297,7 @@ def test_gates_of_old_files(shape: tuple[int, ...], tmp_path: Path, ok: Ok) -> N
     gate = found["model.layers.0.mlp.shared_expert_gate.weight"]
     assert torch.equal(gate, torch.arange(8.0)[None] + 1)
     ok("diff", tmp_path / "model.gguf", tmp_path / "hf")
-    ok("convert", tmp_path / "hf", tmp_path / "back.gguf", "--like",
-                   tmp_path / "model.gguf")  # fmt: skip
+    ok("convert", tmp_path / "hf", tmp_path / "back.gguf", "--like", tmp_path / "model.gguf")
     assert (tmp_path / "back.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
 
 

@@ -294,8 +294,7 @@ def test_layout(name: str, tmp_path: Path, ok: Ok) -> None:
     ok("run", f"gguf-{name}", tmp_path / "original.safetensors", back, *words)
     assert_close(load_file(back), case.file, computed)
     ok("diff", source, tmp_path / "original.safetensors")
-    ok("convert", tmp_path / "original.safetensors", tmp_path / "new.gguf",
-                   "--like", source)  # fmt: skip
+    ok("convert", tmp_path / "original.safetensors", tmp_path / "new.gguf", "--like", source)
     ok("convert", tmp_path / "new.gguf", tmp_path / "new.safetensors")
     assert_close(load_file(tmp_path / "new.safetensors"), case.file, computed)
 

@@ -133,13 +133,16 @@ def test_types_explain(pair: tuple[Path, State], tmp_path: Path, run: Run, ok: O
     original["lm_head.weight"] = original["model.embed_tokens.weight"].clone()
     original["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     both(
-        ok, source, written(tmp_path, original),
+        ok,
+        source,
+        written(tmp_path, original),
         "the same model: 11 keys; the types of the GGUF file explain 5 differing tensors",
-        "5 tensors differ, within the error of Q8_0 (0.", "limit 1.25 %)",
+        "5 tensors differ, within the error of Q8_0 (0.",
+        "limit 1.25 %)",
         "rope_freqs.weight (only in GGUF files)",
         "lm_head.weight (equal to model.embed_tokens.weight)",
         "inv_freq (llama.cpp does not convert it)",
-    )  # fmt: skip
+    )
     said = ok("diff", source, tmp_path / "hf", "--no-values")
     assert "same names and shapes: 11 keys; values not compared" in said
     for sides in ((source, tmp_path / "hf"), (tmp_path / "hf", source)):
@@ -273,10 +276,14 @@ def test_the_text_model_of_a_multimodal_model(
               "vision_tower.norm.weight": torch.ones(32), "mtp.norm.weight": torch.ones(32)}  # fmt: skip
     hf = written(tmp_path, other | vision)
     both(
-        ok, source, hf, "the same model: 11 keys", f"{prefix!r}",
+        ok,
+        source,
+        hf,
+        "the same model: 11 keys",
+        f"{prefix!r}",
         "mtp.norm.weight (llama.cpp does not convert it)",
         "2 weights for an mmproj file: model.visual.patch_embed.proj.weight",
-    )  # fmt: skip
+    )
     written(tmp_path, other | vision | {"model.other.weight": torch.ones(32)})
     found = facts(run, source, hf)
     assert (found["missing"], found["unexpected"]) == (["model.other.weight"], [])
@@ -423,8 +430,9 @@ def test_norms_of_gemma_go_back(dtype: torch.dtype, tmp_path: Path, run: Run, ok
         for new in NAMES.values()
     }
     save_file(state, tmp_path / "hf.safetensors")
-    skeleton = [entry(f"{old}.weight", *state[f"model.{new}.weight"].shape)
-                for old, new in NAMES.items()]  # fmt: skip
+    skeleton = [
+        entry(f"{old}.weight", *state[f"model.{new}.weight"].shape) for old, new in NAMES.items()
+    ]
     source = model(tmp_path, "gemma", skeleton)
     out = tmp_path / "out.gguf"
     ok("convert", tmp_path / "hf.safetensors", out, "--like", source)

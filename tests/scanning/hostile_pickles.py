@@ -99,8 +99,14 @@ def legacy(*pickles: bytes, storages: bytes = b"") -> bytes:
 
 # An instance gets os.system for its own __setstate__, which the next BUILD calls.
 _HOOK = pickle2(
-    name("collections.Counter") + b")\x81}" + text("__setstate__") + name("os.system") + b"sb" + text(TOUCH) + b"b"
-)  # fmt: skip
+    name("collections.Counter")
+    + b")\x81}"
+    + text("__setstate__")
+    + name("os.system")
+    + b"sb"
+    + text(TOUCH)
+    + b"b"
+)
 _PARTIAL = call("functools.partial", name("os.system"), text(TOUCH))
 _NAMES = short("os") + b"\x94" + short("system") + b"\x9400h\0h\1\x93"
 _MEMO = b"\x80\x04" + _NAMES + short(TOUCH) + b"\x85R."

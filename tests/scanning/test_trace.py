@@ -214,9 +214,12 @@ def test_a_thousand_equal_calls_are_one() -> None:
 def test_harm_hidden_behind_a_thousand_harmless_calls_is_another_call() -> None:
     rebuild, kind = name("torch._utils._rebuild_parameter"), name("torch.Tensor")
     good = call(
-        "torch._tensor._rebuild_from_type_v2", rebuild, kind, name("torch.Tensor") + b")R\x88N\x87",
+        "torch._tensor._rebuild_from_type_v2",
+        rebuild,
+        kind,
+        name("torch.Tensor") + b")R\x88N\x87",
         b"}",
-    )  # fmt: skip
+    )
     bad = call("torch._tensor._rebuild_from_type_v2", name("os.system"), kind, b")", b"}")
     assert kinds(pickle2(b"](" + good * 1_000 + bad + b"e")) == {"accepted", "harmful"}
 

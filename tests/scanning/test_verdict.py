@@ -59,9 +59,10 @@ MODULES = [FOLDER / "torch-zip/module.pth", FOLDER / "torch-zip/sync_batch_norm.
 SHARDS = sorted(FOLDER.glob("parallel/*/*.pt"))  # ShardedTensors of FSDP1
 _OTHERS = (METHOD, *MODULES, *SHARDS)
 FILES = sorted(
-    path for path in FOLDER.rglob("*")
+    path
+    for path in FOLDER.rglob("*")
     if path.is_file() and path.suffix not in (".py", ".pyc") and path not in _OTHERS
-)  # fmt: skip
+)
 
 # Scans all cases in a process that is watched: nothing of them may be imported, opened for writing,
 # or run.

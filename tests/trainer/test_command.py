@@ -118,7 +118,7 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
         "",
         "error: --dropout 0.1 --no-preserve-rng: recomputing would use another dropout mask, and "
         "compute wrong gradients\nhint: remove --dropout\n",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

@@ -239,8 +239,12 @@ def test_S25_two_processes_give_what_one_gives(tmp_path: Path, kind: str) -> Non
     words += ["--keep-module-prefix"] if kind == "ddp" else ["--save-form", "full"]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
-        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=120,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote two") == 1
     assert os.listdir(tmp_path) == ["two"]

@@ -177,9 +177,12 @@ class Run:
             return whole[: n - cut[group]] if trim else whole
 
         state = [
-            {"step": torch.tensor(7.0), **{k: part(i, shift, self.elastic) for k, shift in MOMENTS.items()}}
+            {
+                "step": torch.tensor(7.0),
+                **{k: part(i, shift, self.elastic) for k, shift in MOMENTS.items()},
+            }
             for i in every
-        ]  # fmt: skip
+        ]
         groups = [{"lr": 0.1 * (group + 1), "params": [group]} for group in every]
         base = {"state": dict(enumerate(state)) if self.steps else {}, "param_groups": groups}
         return {

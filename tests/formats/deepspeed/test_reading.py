@@ -121,9 +121,12 @@ def test_what_is_in_module_alone(tmp_path: Path) -> None:
     state = odd(a=(3, 2), b=(4,))
     frozen = {"fixed": torch.arange(5.0).half()}
     tag = Run(state, stage=1, frozen=frozen, half=torch.float16).save(tmp_path / "x")
-    change(tag / MODEL, lambda content: content["module"].update(
-        again=content["module"]["a"], a_extra_state={"scale": 2}, none=torch.empty(0, 3)
-    ))  # fmt: skip
+    change(
+        tag / MODEL,
+        lambda content: content["module"].update(
+            again=content["module"]["a"], a_extra_state={"scale": 2}, none=torch.empty(0, 3)
+        ),
+    )
     checkpoint = read(tag)
     want = state | frozen | {"again": state["a"], "none": torch.empty(0, 3)}
     check_equal(checkpoint.weights, want)
@@ -256,9 +259,13 @@ def test_the_cache_of_the_hub(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_universal(tmp_path: Path, stage: int) -> None:
     run = Run(
-        odd(), stage=stage, ranks=3, buffers={"n": torch.tensor(3)}, frozen={"fixed": torch.arange(4.0)},
+        odd(),
+        stage=stage,
+        ranks=3,
+        buffers={"n": torch.tensor(3)},
+        frozen={"fixed": torch.arange(4.0)},
         shared={"again": "a"},
-    )  # fmt: skip
+    )
     tag = run.universal(tmp_path / "x")
     for path in (tag, tmp_path / "x"):
         assert check(path, run).root["optimizer"]["clip_grad"] == 1.0

@@ -127,10 +127,13 @@ def megatron(
     virtual = len(stages[0])
     gated, experts = said.get("swiglu", True), said.get("num_experts", 0) // ep
     args = arguments(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=len(stages), expert_model_parallel_size=ep,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=len(stages),
+        expert_model_parallel_size=ep,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        num_layers=sum(len(own) for stage in stages for own in stage), **said,
-    )  # fmt: skip
+        num_layers=sum(len(own) for stage in stages for own in stage),
+        **said,
+    )
     top = folder / f"iter_{iteration:07d}"
     whole = {name: (each, mcore_how(name, each, gated=gated)) for name, each in state.items()}
     shared = {"output_layer.weight": whole["embedding.word_embeddings.weight"], **whole}
@@ -270,8 +273,10 @@ def neox(
     whole = shaped("""
         0.word_embeddings.weight 12 8
         2.: attention.dense.weight 8 8; mlp.dense_h_to_4h.weight 16 8; mlp.dense_h_to_4h.bias 16""")
-    held = [{n: part(t, int(n == "2.attention.dense.weight"), r, count) for n, t in whole.items()}
-            for r in range(count)]  # fmt: skip
+    held = [
+        {n: part(t, int(n == "2.attention.dense.weight"), r, count) for n, t in whole.items()}
+        for r in range(count)
+    ]
     biases = [rows(8)] * count if not residual else [rows(8) for _ in range(count)]
     norm = rows(8)
     norms = [norm + 0.01 * rank * drift for rank in range(count)]

@@ -111,9 +111,13 @@ def universal(folder: Path, zero: bool = False) -> tuple[Path, making.State]:
     }  # fmt: skip
     sub = {"patterns": [r".*qk\.weight"], "shape": ((8, 4), 4), "partition_dim": 0}
     made, state = making.universal(
-        folder, whole, tp_replicated_parameter_patterns=[r"d\..*"], parameter_with_sub_params=[sub],
-        parameter_to_average_patterns=[r"e\.norm"], parameter_with_row_parallelism_patterns=[r"b\.weight"],
-    )  # fmt: skip
+        folder,
+        whole,
+        tp_replicated_parameter_patterns=[r"d\..*"],
+        parameter_with_sub_params=[sub],
+        parameter_to_average_patterns=[r"e\.norm"],
+        parameter_with_row_parallelism_patterns=[r"b\.weight"],
+    )
     for data, rank in product(range(2 * zero), range(2)):
         name = f"bf16_zero_pp_rank_{data}_mp_rank_{rank:02d}_optim_states.pt"
         torch.save({"optimizer_state_dict": {"zero_stage": 1}}, made / "global_step1" / name)
@@ -130,9 +134,12 @@ def autotp(shape: Any, widths: list[list[int]], *, listed: bool = True) -> Made:
         sub = {"patterns": [name], "shape": shape, "partition_dim": 0}
         info = {"sub_param_shard_widths": {name: widths}} if listed else {}
         made, state = making.universal(
-            folder, whole, parameter_with_sub_params=[sub], **info,
+            folder,
+            whole,
+            parameter_with_sub_params=[sub],
+            **info,
             tp_replicated_parameter_patterns=[r"^model\.norm\.weight$"],
-        )  # fmt: skip
+        )
         return made / "global_step1", state
 
     return make
