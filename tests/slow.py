@@ -21,10 +21,8 @@ KEPT: dict[str, tuple[str, ...]] = {
         "fsdp2_w2_tied_bf16", "fsdp1st_w2_orig_wrap", "tp_w2_f32", "mega_moe_tp1_ep2", "meta_llama2_mp2",
         "neox_pipe_tp2",
     ),
-    "formats/parallel/test_processes.py::test_a_plain_model_goes_on_from_them": ("2-*",),
     "formats/parallel/test_processes.py::test_each_file_alone_is_a_part": ("2-*",),
     "formats/parallel/test_processes.py::test_rank_files_of_torch_make_the_whole": ("2-*",),
-    "formats/parallel/test_processes.py::test_their_optimizers_make_the_whole": ("2-*",),
     "formats/parallel/test_processes.py::test_torchrun_saves_the_same": (),
     # test_rank_files_of_torch_make_the_whole, of processes that were forked
     "formats/torch_zip/test_writer.py::test_ZP_16_more_storages_than_16_bits_count": (),

@@ -11,12 +11,11 @@ import gc
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -295,9 +294,14 @@ def growth(on: GpuMachine) -> Facts:
 
 def device_count(visible: str) -> int:
     """Return the number of GPUs that a process sees with this CUDA_VISIBLE_DEVICES."""
-    command = "import torch; print(torch.cuda.device_count())"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
-    return int(subprocess.check_output([sys.executable, "-c", command], env=environment))
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    try:
+        with get_context("spawn").Pool(1) as pool:
+            return pool.apply(torch.cuda.device_count)
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        os.environ |= {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
 
 
 @check("S09 options choose the first device and the output device; devices can be hidden", gpus=2)
