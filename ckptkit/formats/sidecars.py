@@ -89,10 +89,8 @@ def with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
     ``quantization_config``, do not change the file. In the dict of a submodel (``text_config``),
     change the dtype only if it is `old` or equals the dtype of the complete model.
     """
-    from ckptkit.quantized.group import (
-        parsed,
-        with_config,
-    )  # imported only if the output is a folder
+    # imported here because most outputs are no folders
+    from ckptkit.quantized.group import parsed, with_config
 
     config, new = parsed(dict(checkpoint.companions).get(CONFIG, b"")), of_weights(checkpoint)
     if new is None or new == old or "quantization_config" in config:
