@@ -254,13 +254,21 @@ class Cluster(Pool):
 
     def workers(self) -> int:
         if monotonic() >= self._next:
-            cores: dict[str, int] = self._client.ncores()
+            try:
+                cores: dict[str, int] = self._client.ncores()
+            except (OSError, AttributeError) as error:  # AttributeError: the client is closed
+                raise _gone(self.address) from error
             self._cores, self._next = max(1, sum(cores.values())), monotonic() + FRESH
         return self._cores
 
     def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
-        # Dask would search the arguments for Dask objects. A partial hides the arguments.
-        call = self._executor.submit(partial(function, *args, **named))
+        from distributed.client import ClosedClientError
+
+        try:
+            # Dask would search the arguments for Dask objects. A partial hides the arguments.
+            call = self._executor.submit(partial(function, *args, **named))
+        except ClosedClientError as error:
+            raise _gone(self.address) from error
         return _Remote(call, self.address)
 
     def stop(self) -> None:
@@ -289,9 +297,7 @@ class _Remote(Future[T]):
         try:
             self.set_result(inner.result())
         except CancelledError:
-            what = "the scheduler canceled the work: the scheduler stopped or is unreachable"
-            hint = "start the scheduler and run the command again"
-            self.set_exception(OutputError(what, where=self._scheduler, hint=hint))
+            self.set_exception(_gone(self._scheduler))
         except CkptkitError as error:
             self.set_exception(error)
         except ImportError as error:
@@ -307,6 +313,14 @@ def _silence() -> None:
 
     for name in ("distributed", "distributed.client", "distributed.core", "tornado"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def _gone(address: str) -> OutputError:
+    return OutputError(
+        "the scheduler canceled the work: the scheduler stopped or is unreachable",
+        where=address,
+        hint="start the scheduler and run the command again",
+    )
 
 
 def _without(error: ImportError) -> OutputError:

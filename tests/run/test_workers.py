@@ -168,6 +168,27 @@ def test_the_scheduler_of_a_cluster_is_killed(tmp_path: Path) -> None:
     assert hint.startswith("hint: ")
 
 
+def test_a_client_that_lost_its_scheduler() -> None:
+    """Dask closes such a client after some seconds; each call then fails in another way."""
+    distributed = pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
+
+    class Lost:
+        def ncores(self) -> None:
+            raise OSError
+
+    class Closed:
+        def submit(self, call: object) -> None:
+            raise distributed.client.ClosedClientError
+
+    pool: Any = workers.Cluster.__new__(workers.Cluster)
+    pool.address, pool._next, pool._executor = "tcp://host:8786", 0.0, Closed()
+    for pool._client in (None, Lost()):
+        with pytest.raises(OutputError, match="the scheduler stopped or is unreachable"):
+            pool.workers()
+    with pytest.raises(OutputError, match="the scheduler stopped or is unreachable"):
+        pool.submit(int)
+
+
 def test_a_job_that_kills_workers_of_a_cluster(tmp_path: Path) -> None:
     """Nannies start others, until Dask takes the job for what it is."""
     pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
