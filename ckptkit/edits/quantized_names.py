@@ -171,12 +171,15 @@ def _header(metadata: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, 
     return new
 
 
-def matching(globs: Iterable[str], names: Collection[str]) -> dict[str, set[str]]:
-    """Map each glob to the names that it matches. Raises UsageError for a glob without a name."""
-    found = {}
+def matching(globs: Iterable[str], names: Collection[str]) -> dict[str, Collection[str]]:
+    """Map each glob to the names that it matches, in the order of `names`.
+
+    Raises UsageError for a glob without a name.
+    """
+    found: dict[str, Collection[str]] = {}
     for glob in globs:
         matches = re.compile(translate(glob)).match
-        found[glob] = {name for name in names if matches(name)}
+        found[glob] = dict.fromkeys(filter(matches, names))  # fast to search, unlike a list
         if names and not found[glob]:
             hint = entries(glob, [*names], "weights")
             raise UsageError(f"no weight matches {glob!r}", hint=hint)

@@ -19,6 +19,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.tree import Global, Object, OrderedMapping
 from ckptkit.edits.elements import cast, compact
+from ckptkit.edits.quantized_names import matching
 from tests.edits.trees import from_torch, lines, storage, tensor
 
 FLOAT32 = dtypes.BY_NAME["float32"]
@@ -326,3 +327,9 @@ def test_compact_changes_no_value(made: list[View]) -> None:
     for a, b in product(root, root):
         if root[a].numel and root[b].numel and {*spans[a]} & {*spans[b]}:
             assert done[a].storage is done[b].storage
+
+
+def test_globs_match_in_the_order_of_the_file() -> None:
+    """A set of names would have another order in each process, and so would the errors."""
+    names = [f"layer{n}.weight" for n in range(30)]
+    assert list(matching(["*"], names)["*"]) == names
